@@ -20,13 +20,12 @@ from typing import Any
 
 import aiohttp
 
-from nemo_rl.algorithms.setup.agents import encode
-from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
 from nemo_rl.rollouts.openai_server import AnswerSettings
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from nemo_rl.utils.tokenizer import decode, encode
 
 PROMPT = "1+2=" * 64
 ANSWER_TOKENS = 50

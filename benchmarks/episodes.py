@@ -21,7 +21,7 @@ from typing import Any
 import ray
 import torch
 
-from nemo_rl.algorithms.setup.rollout_parts import worker_settings
+from nemo_rl.algorithms.parts.worker_settings import worker_settings
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task

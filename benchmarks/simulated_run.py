@@ -20,8 +20,8 @@ import torch
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.accelerator import Accelerator

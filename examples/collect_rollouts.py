@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -25,11 +25,11 @@ def main() -> int:
         GRPOMasterConfig,
         description="Play grpo.max_num_steps batches of the training prompts and record them; nothing is trained.",
         default_config=str(CONFIGS / "grpo_math_1B.yaml"),
-        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        placement="nemo_rl.algorithms.parts.placement:describe_placement",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here
-        from nemo_rl.algorithms.setup.sampling_only import collect_rollouts
+        from nemo_rl.algorithms.sampling_only import collect_rollouts
 
     return collect_rollouts(config)
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -43,11 +43,11 @@ def main() -> int:
         description="Compare training and generation on the weights of a checkpoint.",
         default_config=str(folder / "config.yaml" if is_checkpoint else CONFIGS / "grpo_math_1B.yaml"),
         argv=rest,
-        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        placement="nemo_rl.algorithms.parts.placement:describe_placement",
         check=check_hardware,
     )
     with without_collections():
-        from nemo_rl.algorithms.setup.sampling_only import diagnose
+        from nemo_rl.algorithms.sampling_only import diagnose
 
     return diagnose(config, folder.absolute() if is_checkpoint else None)
 

@@ -19,11 +19,11 @@ import ray
 
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.worker_settings import sampling_params
 from nemo_rl.algorithms.plan.advantages import GroupRewards, compute_advantages
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.algorithms.setup.preflight import ModelInputs, prepare_model
-from nemo_rl.algorithms.setup.rollout_parts import decode, sampling_params
 from nemo_rl.config.cli import Parser
 from nemo_rl.config.loader import build_section
 from nemo_rl.data.chat.messages import ObservationRenderer
@@ -47,6 +47,7 @@ from nemo_rl.rollouts.episode import EpisodeLimits, run_episode
 from nemo_rl.types import DatumSpec, GroupHandle, Prompt, RenderedObservation, RolloutGroup, Sample
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.seeds import sample_seed
+from nemo_rl.utils.tokenizer import decode
 
 SEED = 42
 NUM_PROMPTS, NUM_GENERATIONS = 32, 8  # of a step
@@ -75,7 +76,7 @@ LOSS = ClippedPGLoss(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 
 def train(num_steps: int, stack: ExitStack) -> None:
     """Train, and print a line per step. All that it starts ends with the stack."""
-    model = prepare_model(POLICY, CheckpointingConfig(enabled=False))
+    model = Model.prepare(POLICY, CheckpointingConfig(enabled=False))
     data = setup_data(DATA)
     process = PromptProcessor(data.tasks, model.tokenizer, DATA.max_input_seq_length)
     loader = PromptDataLoader(data.train, NUM_PROMPTS, seed=SEED)
@@ -163,7 +164,7 @@ async def play(
     return await playing
 
 
-def start(stack: ExitStack, model: ModelInputs) -> tuple[Policy, Refit, Engines, EnvironmentPool]:
+def start(stack: ExitStack, model: Model) -> tuple[Policy, Refit, Engines, EnvironmentPool]:
     """Start Ray, the environment, the engines and the policy. All end with the stack."""
     init_ray("logs/grpo_by_hand", forks_workers=True)
     stack.callback(shutdown_ray)

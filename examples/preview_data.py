@@ -36,7 +36,7 @@ def main() -> int:
 
     from rich.console import Console
 
-    from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs, show_rows
+    from nemo_rl.algorithms.data_preview import load_run_config, preview_inputs, show_rows
 
     try:
         config = load_run_config(arguments.config, overrides)

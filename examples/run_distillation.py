@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -23,13 +23,13 @@ def main() -> int:
         DistillationMasterConfig,
         description="On-policy distillation: the student samples, and learns the teacher's distributions there.",
         default_config=str(CONFIGS / "distillation_math.yaml"),
-        placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.placement:propose_layout",
+        placement="nemo_rl.algorithms.parts.placement:describe_placement",
+        plan="nemo_rl.algorithms.parts.placement:propose_layout",
         check=check_hardware,
     )
     # torch and Ray load here, after the configuration is known good
     with without_collections():
-        from nemo_rl.algorithms.setup.distillation import run_distillation
+        from nemo_rl.algorithms.distillation import run_distillation
 
     return run_distillation(config)
 

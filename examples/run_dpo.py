@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -22,12 +22,12 @@ def main() -> int:
         DPOMasterConfig,
         description="Direct preference optimisation: prefer the chosen answers of a dataset of pairs.",
         default_config=str(CONFIGS / "dpo.yaml"),
-        placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.placement:propose_layout",
+        placement="nemo_rl.algorithms.parts.placement:describe_supervised",
+        plan="nemo_rl.algorithms.parts.placement:propose_layout",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is good
-        from nemo_rl.algorithms.setup.supervised import run_dpo
+        from nemo_rl.algorithms.dpo import run_dpo
 
     return run_dpo(config)
 

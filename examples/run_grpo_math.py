@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -24,12 +24,12 @@ def main(what: str = "GRPO on math problems", default_config: str = "grpo_math_1
         GRPOMasterConfig,
         description=f"{what}: sample answers, verify them, reinforce the right ones.",
         default_config=str(CONFIGS / default_config),
-        placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.placement:propose_layout",
+        placement="nemo_rl.algorithms.parts.placement:describe_placement",
+        plan="nemo_rl.algorithms.parts.placement:propose_layout",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is known good
-        from nemo_rl.algorithms.setup.grpo import run_grpo
+        from nemo_rl.algorithms.grpo import run_grpo
 
     return run_grpo(config)
 

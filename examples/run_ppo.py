@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -23,12 +23,12 @@ def main() -> int:
         PPOMasterConfig,
         description="PPO on math problems: a value model predicts rewards, the policy learns to exceed them.",
         default_config=str(CONFIGS / "ppo_math_1B.yaml"),
-        placement="nemo_rl.algorithms.setup.placement:describe_placement",
-        plan="nemo_rl.algorithms.setup.placement:propose_layout",
+        placement="nemo_rl.algorithms.parts.placement:describe_placement",
+        plan="nemo_rl.algorithms.parts.placement:propose_layout",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is known good
-        from nemo_rl.algorithms.setup.ppo import run_ppo
+        from nemo_rl.algorithms.ppo import run_ppo
 
     return run_ppo(config)
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.supervised import RMMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -22,12 +22,12 @@ def main() -> int:
         RMMasterConfig,
         description="Reward model: give the chosen answers of a dataset of pairs the higher score.",
         default_config=str(CONFIGS / "rm.yaml"),
-        placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.placement:propose_layout",
+        placement="nemo_rl.algorithms.parts.placement:describe_supervised",
+        plan="nemo_rl.algorithms.parts.placement:propose_layout",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is good
-        from nemo_rl.algorithms.setup.supervised import run_rm
+        from nemo_rl.algorithms.supervised import run_rm
 
     return run_rm(config)
 

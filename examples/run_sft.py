@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.supervised import SFTMasterConfig
-from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.parts.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -22,12 +22,12 @@ def main(what: str = "a dataset of conversations", default_config: str = "sft.ya
         SFTMasterConfig,
         description=f"Supervised fine-tuning on the assistant's messages in {what}.",
         default_config=str(CONFIGS / default_config),
-        placement="nemo_rl.algorithms.setup.placement:describe_supervised",
-        plan="nemo_rl.algorithms.setup.placement:propose_layout",
+        placement="nemo_rl.algorithms.parts.placement:describe_supervised",
+        plan="nemo_rl.algorithms.parts.placement:propose_layout",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is good
-        from nemo_rl.algorithms.setup.supervised import run_sft
+        from nemo_rl.algorithms.supervised import run_sft
 
     return run_sft(config)
 

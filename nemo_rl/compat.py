@@ -102,10 +102,20 @@ TABLE: dict[str, dict[str, str]] = {
 }
 """Module of NeMo RL -> our modules -> names there; `theirs=ours` where the two differ."""
 
+MOVED: dict[str, dict[str, str]] = {
+    "algorithms.setup.grpo": {"algorithms.grpo": "run_grpo"},
+    "algorithms.setup.ppo": {"algorithms.ppo": "run_ppo"},
+    "algorithms.setup.distillation": {"algorithms.distillation": "run_distillation"},
+    "algorithms.setup.supervised": {"algorithms.supervised": "run_sft run_rm", "algorithms.dpo": "run_dpo"},
+}
+"""The same for places of our own where these names stood earlier (docs/overview.md)."""
+
+_KNOWN = TABLE | MOVED
+
 
 def targets(module: str) -> dict[str, str]:
     """The names of one module of NeMo RL -> `module:name` of ours. All without the leading `nemo_rl.`."""
-    pairs = [(ours, *name.split("=")) for ours, names in TABLE[module].items() for name in names.split()]
+    pairs = [(ours, *name.split("=")) for ours, names in _KNOWN[module].items() for name in names.split()]
     return {theirs: f"{ours}:{(*same, theirs)[0]}" for ours, theirs, *same in pairs}
 
 
@@ -116,7 +126,7 @@ def install() -> None:
 
 _ROOT = f"{__name__.partition('.')[0]}."
 # Their packages above modules of the table, such as `experience`.
-_PACKAGES = {name[:i] for name in TABLE for i, letter in enumerate(name) if letter == "."}
+_PACKAGES = {name[:i] for name in _KNOWN for i, letter in enumerate(name) if letter == "."}
 
 
 class _Finder:
@@ -126,7 +136,7 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         name = fullname.removeprefix(_ROOT)
-        if name == fullname or (name not in TABLE and name not in _PACKAGES):
+        if name == fullname or (name not in _KNOWN and name not in _PACKAGES):
             return None
         found = PathFinder.find_spec(fullname, path)
         if found is None:
@@ -145,7 +155,7 @@ class _Loader(SourceFileLoader):
         name = module.__name__.removeprefix(_ROOT)
         if name in _PACKAGES and "__path__" not in vars(module):
             vars(module)["__path__"] = []  # a module of ours that is a package of theirs
-        known = targets(name) if name in TABLE else {}
+        known = targets(name) if name in _KNOWN else {}
 
         def find(asked: str) -> Any:
             if asked not in known:

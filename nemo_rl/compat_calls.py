@@ -281,14 +281,14 @@ def _refuse(text: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 _RUN = (
-    "a run is built from its configuration alone; call nemo_rl.algorithms.setup.{}(config), and name your own "
+    "a run is built from its configuration alone; call nemo_rl.algorithms.{}(config), and name your own "
     "datasets, processors and environments in it by import path"
 )
 setup_grpo = grpo_train = partial(_refuse, _RUN.format("grpo.run_grpo"))
 setup_ppo = ppo_train = partial(_refuse, _RUN.format("ppo.run_ppo"))
 setup_distillation = distillation_train = partial(_refuse, _RUN.format("distillation.run_distillation"))
 setup_sft = sft_train = partial(_refuse, _RUN.format("supervised.run_sft"))
-setup_dpo = dpo_train = partial(_refuse, _RUN.format("supervised.run_dpo"))
+setup_dpo = dpo_train = partial(_refuse, _RUN.format("dpo.run_dpo"))
 setup_rm = rm_train = partial(_refuse, _RUN.format("supervised.run_rm"))
 
 _LOSSES = "nemo_rl.algorithms.losses"

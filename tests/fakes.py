@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -83,6 +83,7 @@ class FakePolicy:
     gpu: Gpu | None = None
     on_wait: Callable[[], None] | None = None
     bad_weights: WorkerError | None = None
+    config: Any = None  # the section `policy` of the run
 
     def note(self, call: str) -> None:
         """Calls of others than the policy carry their name."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl.algorithms.config.grpo import GRPOConfig
+from nemo_rl.algorithms.loop import DataExhausted
 from nemo_rl.algorithms.trainers.group_sources import OPEN_GROUPS, GroupSource, PromptRequests
-from nemo_rl.algorithms.trainers.trainer import DataExhausted
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle

@@ -6,35 +6,50 @@ Read `DistillationTrainer.step`: each statement is a phase, and each phase is a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
+from nemo_rl.algorithms.parts.devices import RolloutDevices
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.rollouts import Rollouts
+from nemo_rl.algorithms.parts.teachers import Teacher, Teachers
 from nemo_rl.algorithms.plan.batch import plan_samples, rows_of_groups
-from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import loss_mask
+from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, GroupHandle, RowKey
 
 
-@dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """A teacher, its tasks, and its outputs for the student."""
+def run_distillation(config: DistillationMasterConfig) -> int:
+    """Train; returns the exit status (see `Command`)."""
+    with Run(config) as run:
+        rollouts, teachers = prepare_distillation(config)
+        run.start(rollouts.saves)
+        devices = RolloutDevices.start(run)
+        parts = rollouts.start(run, devices)
+        running = teachers.start(run, devices.training)
+        run.train(DistillationTrainer(run.config, run.tools, parts, running, teachers.student_task()))
+    return run.status
 
-    policy: Policy
-    batching: Batching
-    task: HeadTask  # the student's head or loss reads its column
-    tasks: frozenset[str]  # names of the tasks that it teaches
+
+def prepare_distillation(config: DistillationMasterConfig) -> tuple[Rollouts, Teachers]:
+    """The checked parts of a run that samples, and teachers, which know the student's tokens.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with the key to change.
+    """
+    models = {further.key: Model.prepare(further.config, config.checkpointing) for further in config.further_models}
+    rollouts = Rollouts.prepare(config, untrained=models.values())
+    return rollouts, Teachers.prepare(config, rollouts, models)
 
 
 class DistillationTrainer(RolloutTrainer):
     """Distillation from one or several teachers; every task of the training data has exactly one.
 
-    `student_task` gives the student's outputs for each token; `column` is the row column with the teachers' outputs.
+    `student_task` gives the student's outputs for each token. It reads one row column: the teachers' outputs.
     """
 
     def __init__(
@@ -43,18 +58,16 @@ class DistillationTrainer(RolloutTrainer):
         tools: RunTools,
         parts: RolloutParts,
         teachers: Sequence[Teacher],
-        *,
         student_task: HeadTask,
-        column: str,
     ) -> None:
         super().__init__(config, tools, parts)
         self.config = config
         self.teachers = teachers
         self.student_task = student_task
-        self.column = column
+        (self.column,) = student_task.columns
         self.loss_fn = DistillationLoss(config.loss_fn)
         # Teachers have no state but their weights, so a new worker group is all they need.
-        self.replacements |= {teacher.policy.name_prefix: teacher.policy.restart for teacher in teachers}
+        self.recovery.replacements |= {teacher.policy.name_prefix: teacher.policy.restart for teacher in teachers}
 
     def step(self) -> None:
         groups = self.sample()  # rewards are reported and not used

@@ -6,25 +6,51 @@ first step the policy is the reference policy, so they can all be computed then,
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.losses.preference import DPOLoss
-from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.rows import Rows
+from nemo_rl.algorithms.run import Run
+from nemo_rl.algorithms.supervised import SupervisedParts, SupervisedTrainer, prepare_rows, start_rows
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.weight_loading import weights_identity
+from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
 from nemo_rl.types import BatchPlan, ExampleHandle, RowKey
+from nemo_rl.utils.files import digest
+
+logger = logging.getLogger(__name__)
 
 LOGPROBS = "reference_policy_logprobs"  # column of a logprob per token
 SUM = "reference_logprob_sum"  # column of one number per row, which the loss reads
 
 ReferenceSums = dict[str, tuple[float, float]]
 """Id of the prompt -> the reference policy's logprobs of chosen and rejected answer; unusable rows have none."""
+
+
+def run_dpo(config: DPOMasterConfig) -> int:
+    """Train; returns the exit status (see `Command`)."""
+    with Run(config) as run:
+        model, rows, saves = prepare_rows(config)
+        run.start(saves)
+        is_ahead = config.dpo.precompute_reference_logprobs
+        pool = rows.start_tokenizers(run)
+        parts = start_rows(run, model, rows, pool, init_reference_model=not is_ahead)
+        trainer = DPOTrainer(run.config, run.tools, parts, None)
+        if is_ahead:
+            trainer.score_all(model, rows, pool)
+        run.train(trainer)
+    return run.status
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -34,7 +60,41 @@ class DPOTrainer(SupervisedTrainer):
         self, config: DPOMasterConfig, tools: RunTools, parts: SupervisedParts, known: ReferenceSums | None
     ) -> None:
         super().__init__(config, tools, parts, DPOLoss(config.dpo), Logprobs(filtered=False))
+        self.config = config
         self.known = known
+
+    def score_all(self, model: Model, rows: Rows, pool: TokenizerPool) -> None:
+        """Take over the reference logprobs that an earlier start of the same run has kept, or compute them.
+
+        The policy computes them, which still has the weights that the run starts from.
+        """
+        checkpointing = self.tools.checkpointing
+        name = f"reference_logprobs_{digest(repr(sorted(self._reference_identity(model, rows).items())))}.npz"
+        path = Path(checkpointing.checkpoint_dir) / name if checkpointing.enabled else None
+        with self.phase("reference_logprobs"):
+            if path is not None and path.is_file():
+                self.known = load_sums(path)
+            else:
+                plan = partial(self.plan_rows, batching=self.batching)
+                self.known = compute_reference_sums(self.policy, self._every_batch(rows, pool), plan)
+                if path is not None:
+                    keep_sums(self.known, path)
+        self.timer.reset()
+
+    def _reference_identity(self, model: Model, rows: Rows) -> Mapping[str, Any]:
+        """The values on which the reference logprobs depend."""
+        config = self.config
+        identity = {name: value for name, value in self.tools.identity.items() if name != config.section}
+        sets = rows.data.validation if config.dpo.validates else {}
+        identity["validation"] = {name: dataset.fingerprint() for name, dataset in sets.items()}
+        identity["how"] = (config.dpo.max_val_rows, config.policy.precision, rows.make.fingerprint())
+        identity["weights"] = weights_identity(config.policy.model_name, model.model_path, model.config)
+        return identity
+
+    def _every_batch(self, rows: Rows, pool: TokenizerPool) -> Iterator[Sequence[ExampleHandle]]:
+        """All rows of validation and training."""
+        yield from (tokenise() for tokenise in self.validation.values())
+        yield from rows.batches_of_all(pool, self.config.policy.train_global_batch_size)
 
     def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
         """The reference policy's logprob of each answer, kept with the rows on the workers."""
@@ -91,6 +151,14 @@ def save_sums(sums: ReferenceSums, path: Path) -> None:
     work = path.with_name(f"tmp_{path.name}")
     np.savez(work, prompt_ids=np.array(list(sums)), sums=np.array(list(sums.values())))
     os.replace(work, path)
+
+
+def keep_sums(sums: ReferenceSums, path: Path) -> None:
+    """`save_sums` for further runs; a warning if they cannot be written, since this run has them in memory."""
+    try:
+        save_sums(sums, path)
+    except OSError as error:
+        logger.warning("the reference logprobs cannot be kept for further runs in %s: %s", path, error)
 
 
 def load_sums(path: Path) -> ReferenceSums:

@@ -8,23 +8,33 @@ Read `GRPOTrainer.step`: each statement is a phase of one training step. A phase
 - A *plan* says which row goes to which worker, optimizer step and micro-batch.
 
 The formulas are in `plan/advantages.py` and `losses/clipped_pg.py`, and the loop around the step in
-`trainers/trainer.py`. `setup/grpo.py` builds the parts; nothing here knows which backend trains or generates.
-`async_grpo.py` has the groups of asynchronous runs.
+`loop.py`. `run_grpo` starts the parts; nothing here knows which backend trains or generates. `async_grpo.py` has the
+groups of asynchronous runs.
 """
 
 from collections.abc import Sequence
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.parts.devices import RolloutDevices
+from nemo_rl.algorithms.parts.rollouts import Rollouts
 from nemo_rl.algorithms.plan.advantages import compute_advantages
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, sample_until_full, score_groups
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
+from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.utils.registry import import_object
 
-ASYNC_GROUPS = "nemo_rl.algorithms.async_grpo:AsyncGroups"  # imported when it is needed
+
+def run_grpo(config: GRPOMasterConfig) -> int:
+    """Train; returns the exit status (see `Command`)."""
+    with Run(config) as run:
+        rollouts = Rollouts.prepare(config)  # model, prompts, environments: checked, and nothing has started
+        run.start(rollouts.saves)  # log folder, checkpoints, report, Ray
+        parts = rollouts.start(run, RolloutDevices.start(run))  # policy, engines, environments
+        run.train(GRPOTrainer(run.config, run.tools, parts))
+    return run.status
 
 
 class GRPOTrainer(RolloutTrainer):
@@ -36,7 +46,9 @@ class GRPOTrainer(RolloutTrainer):
         self.config = config
         self.loss_fn = ClippedPGLoss(config.loss_fn)
         if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order
-            self.source = import_object(ASYNC_GROUPS, "grpo.async_grpo")(self.requests, self.rollouts, grpo)
+            from nemo_rl.algorithms.async_grpo import AsyncGroups
+
+            self.source = AsyncGroups(self.requests, self.rollouts, grpo)
         # The loss compares the policy with itself before the step. With a single optimizer step the forward pass of
         # training gives these previous logprobs too. They need a pass of their own if a second optimizer step follows,
         # if masks or rewards need them before training, or if dropout changes the logprobs of training.

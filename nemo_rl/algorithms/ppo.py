@@ -14,19 +14,52 @@ from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.ppo import GAEConfig, PPOMasterConfig
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.divergence import reference_kl
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
+from nemo_rl.algorithms.parts.devices import RolloutDevices
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.rollouts import Rollouts
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.algorithms.plan.token_advantages import whiten, whitening_sums
+from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan
+
+
+def run_ppo(config: PPOMasterConfig) -> int:
+    """Train; returns the exit status (see `Command`)."""
+    with Run(config) as run:
+        rollouts, value_model = prepare_ppo(config)
+        run.start(rollouts.saves)
+        devices = RolloutDevices.start(run)
+        parts = rollouts.start(run, devices)
+        value = value_model.start(run, run.config.value, devices.training, name="value")
+        run.train(PPOTrainer(run.config, run.tools, parts, value, value_model.flops))
+    return run.status
+
+
+def prepare_ppo(config: PPOMasterConfig) -> tuple[Rollouts, Model]:
+    """The checked parts of a run that samples, and the value model, which knows the policy's tokens.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with the key to change.
+    """
+    value = Model.prepare(config.value, config.checkpointing)
+    rollouts = Rollouts.prepare(config, trained={"value": (config.value, value)})
+    if value.tokenizer.get_vocab() != rollouts.model.tokenizer.get_vocab():
+        raise ValueError(
+            f"value.model_name: {config.value.model_name!r} has another vocabulary than the policy "
+            f"{config.policy.model_name!r}, whose tokens it has to read; leave value.model_name out, or name a model "
+            "of the same family"
+        )
+    return rollouts, value
 
 
 class PPOTrainer(RolloutTrainer):

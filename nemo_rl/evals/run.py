@@ -7,23 +7,18 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.setup.launch import run_command, start_devices
-from nemo_rl.algorithms.setup.preflight import (
-    check_environments,
-    check_prompts,
-    image_reader,
-    sections_to_start,
-    tokenizer_identity,
-)
-from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
+from nemo_rl.algorithms.parts.devices import Devices
+from nemo_rl.algorithms.parts.environments import Environments
+from nemo_rl.algorithms.parts.model import image_reader, tokenizer_identity
+from nemo_rl.algorithms.parts.prompts import check_prompts
+from nemo_rl.algorithms.parts.worker_settings import sampling_params, worker_settings
+from nemo_rl.algorithms.run import Command
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import build_config, dump_config
 from nemo_rl.data.config import DatasetConfig, dataset_label, first_free
@@ -38,7 +33,7 @@ from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig, judges_of, named_sections
-from nemo_rl.environments.registry import create_envs, end_envs, find_env_class, wait_for_envs
+from nemo_rl.environments.registry import find_env_class, wait_for_envs
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
@@ -77,33 +72,27 @@ class Inputs:
 
     model: EvalModel
     data: EvalData
+    environments: Environments
     process: PromptProcessor
     identity: dict[str, Any]
     folder: Path
 
 
 def run_eval(config: EvalMasterConfig) -> int:
-    """Prepare, sample, score, report. Returns the exit status (see `run_command`)."""
-    return run_command(
-        lambda: prepare(config),
-        partial(evaluate, config),
-        folder=lambda inputs: inputs.folder,
-        num_steps=1,
-        files="the samples so far are",
-        again="continues",
-        interruption=Interruption(),
-    )
-
-
-def evaluate(config: EvalMasterConfig, inputs: Inputs, folder: Path, console: RunConsole) -> str:
-    """Sample the prompts that the folder lacks, and write and show the results. Returns the last message."""
-    with open_folder(folder, inputs.identity, dump_config(config), config.eval.num_tests_per_prompt) as samples:
-        _report_start(samples, inputs.data, console)
-        play(config, inputs, samples, console)
-        results = make_results(config, inputs.model, outcomes_by_dataset(inputs.data, samples))
-        path = samples.write_results(results)
-    show_results(results)
-    return f"done; the numbers are in {path}, the samples in {samples.path}"
+    """Prepare, sample, score, report. Returns the exit status (see `Command`)."""
+    files, again = "the samples so far are", "continues"
+    with Command(num_steps=1, files=files, again=again, interruption=Interruption()) as command:
+        inputs = prepare(config)
+        command.keep_files_in(inputs.folder)
+        num_samples = config.eval.num_tests_per_prompt
+        with open_folder(inputs.folder, inputs.identity, dump_config(config), num_samples) as samples:
+            _report_start(samples, inputs.data, command.console)
+            play(config, inputs, samples, command)
+            results = make_results(config, inputs.model, outcomes_by_dataset(inputs.data, samples))
+            path = samples.write_results(results)
+        show_results(results)
+        command.last_words = f"done; the numbers are in {path}, the samples in {samples.path}"
+    return command.status
 
 
 def prepare(config: EvalMasterConfig) -> Inputs:
@@ -114,7 +103,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     """
     seed_everything(config.eval.seed)
     data = load_eval_data(config)
-    check_environments(config.env, data.environments)
+    environments = Environments.prepare(config.env, data.environments)
     model = prepare_model(config)
     images = image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
@@ -142,7 +131,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     folder = Path("results/eval") / "_".join([*names, digest(strict_json.dumps(identity))[:8]])
     if config.eval.save_path is not None:
         folder = Path(config.eval.save_path).expanduser()
-    return Inputs(model=model, data=data, process=process, identity=identity, folder=folder)
+    return Inputs(model=model, data=data, environments=environments, process=process, identity=identity, folder=folder)
 
 
 def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Outcome]]]:
@@ -184,7 +173,7 @@ def _report_start(samples: SampleFolder, data: EvalData, console: RunConsole) ->
 # -- sampling
 
 
-def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, console: RunConsole) -> None:
+def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, command: Command) -> None:
     """Sample and score every prompt that is not in the folder yet, and write each one when it is finished.
 
     Raises:
@@ -194,25 +183,24 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
     left = {prompt.prompt_id: prompt for prompt in inputs.data.prompts if prompt.prompt_id not in samples.outcomes}
     if not left:
         return
-    with ExitStack() as stack:
+    with command.stack:  # the workers end before the results are shown
         init_ray(str(samples.folder), forks_workers=not config.cluster.use_gpus)
-        stack.callback(shutdown_ray)
-        collector, num_engines = _start(config, stack, inputs)
+        command.stack.callback(shutdown_ray)
+        collector, num_engines = _start(config, command, inputs)
         in_flight = config.generation.num_prompts_per_step
         if in_flight == -1:
             in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // config.eval.num_tests_per_prompt)
         sampling = sampling_params(config.generation, inputs.model.tokenizer)
-        _Writer(config, inputs, samples, console, collector, left).ask_all(sampling, in_flight)
+        _Writer(config, inputs, samples, command.console, collector, left).ask_all(sampling, in_flight)
 
 
-def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
-    """The running collector and the number of engines. Everything ends with the stack."""
+def _start(config: EvalMasterConfig, command: Command, inputs: Inputs) -> tuple[RolloutCollector, int]:
+    """The running collector and the number of engines. Everything ends with `command.stack`."""
     machines = config.cluster
-    devices = start_devices(machines, stack, COLOCATED_GROUPS, "eval", take_turns=True)
+    devices = Devices.start(command, machines, COLOCATED_GROUPS, "eval", take_turns=True)
     cluster, accelerator = devices.cluster, devices.accelerator
     # Created first, so that they start while the model loads.
-    environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
-    stack.callback(end_envs, environments)
+    environments = inputs.environments.start(command, cluster)
     generation = VllmGeneration(
         cluster,
         EngineSettings(
@@ -226,7 +214,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
         accelerator=accelerator,
         timeout_s=machines.worker_timeout_s,
     )
-    stack.callback(generation.shutdown)
+    command.stack.callback(generation.shutdown)
     wait_for_envs(environments, machines.worker_timeout_s)
     settings = worker_settings(
         inputs.process,
@@ -245,8 +233,8 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     collector = RolloutCollector(
         cluster, settings, generation.workers, accelerator, timeout_s=machines.worker_timeout_s
     )
-    stack.callback(collector.shutdown)
-    collector.restart_generation = generation.restart_dead_workers
+    command.stack.callback(collector.shutdown)
+    collector.engines = generation
     return collector, len(generation.workers)
 
 

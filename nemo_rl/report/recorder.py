@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec
 import ray
 from ray.exceptions import RayError
 
-from nemo_rl.algorithms.setup.hardware import gpu_names
+from nemo_rl.algorithms.parts.hardware import gpu_names
 from nemo_rl.config.cli import SOURCES
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import parent_values

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -35,13 +35,23 @@ NAME_PREFIX = "rollout"
 MAX_RESTARTS = 3  # since a group was last finished
 
 
+class RestartableEngines(Protocol):
+    """The engines, as the collector sees them when a process dies."""
+
+    def restart_dead_workers(self) -> Sequence[Any]:
+        """Start dead engines again. Returns the actor handles of all once they hold the present weights."""
+        ...
+
+    def abandon_requests(self) -> None:
+        """Make the engines drop all requests."""
+
+
 class RolloutCollector:
     """Has groups played: `collect` and `stream` wait for them, `submit` and `finished` run beside training.
 
-    After the death of an engine, `restart_generation` restarts it and returns the actor handles once the engines hold
-    the policy's weights. Then unfinished groups are played again, with the same seeds and therefore, if the weights are
-    the same, the same tokens. After the death of the rollout worker unfinished groups are played again too; finished
-    groups are kept.
+    After the death of an engine, `engines` restarts it. Then unfinished groups are played again, with the same seeds
+    and therefore, if the weights are the same, the same tokens. After the death of the rollout worker unfinished groups
+    are played again too; finished groups are kept. `engines` None: the death of an engine ends the run.
     """
 
     def __init__(
@@ -60,9 +70,7 @@ class RolloutCollector:
         self._keeper_loss = lambda: loss_of(self._keeper)
         self._generation_workers = list(generation_workers)
         self.group = self._start(RayWorkerBuilder(WORKER, settings, generation_workers, self._keeper))
-        self.restart_generation: Callable[[], Sequence[Any]] | None = None
-        self.abandon_requests: Callable[[], None] | None = None  # makes the engines drop their requests
-        self.on_new_generation: Callable[[Sequence[Any]], None] | None = None  # for another user of the engines
+        self.engines: RestartableEngines | None = None
         self._playing: dict[ray.ObjectRef, list[GroupRequest]] = {}
         self._finished: dict[str, GroupHandle] = {}  # by group id, until a method returns them
         self._submitted: set[str] = set()  # ids of groups that `finished` returns
@@ -80,8 +88,6 @@ class RolloutCollector:
     def use_generation(self, workers: Sequence[Any]) -> None:
         """Send requests to these engines from now on, and play unfinished groups again."""
         self._generation_workers = list(workers)
-        if self.on_new_generation is not None:
-            self.on_new_generation(self._generation_workers)
         self._call("set_generation_workers", self._generation_workers)
         self._postponed = None
         unfinished, self._playing = self._unfinished(), {}
@@ -152,7 +158,7 @@ class RolloutCollector:
         try:
             self._accept(self.group.done(list(self._playing)))
         except WorkerError as error:
-            if error.engine_died and self.restart_generation is not None:
+            if error.engine_died and self.engines is not None:
                 self._postponed = error
             else:
                 self._recover(error)
@@ -233,18 +239,18 @@ class RolloutCollector:
                 raise error
             logger.warning("%s; restarting it and replaying %d groups", first_line(error), len(self._unfinished()))
             self._restart()
-            if self.abandon_requests is not None:
+            if self.engines is not None:
                 with suppress(WorkerError):  # a dead engine has no requests, and its next caller finds it
-                    self.abandon_requests()
+                    self.engines.abandon_requests()
             self.use_generation(self._generation_workers)
             unwritten, self._recording = list(self._recording.values()), {}
             for arguments in unwritten:
                 self.start_record(*arguments)
-        elif error.engine_died and self.restart_generation is not None:
+        elif error.engine_died and self.engines is not None:
             logger.warning("%s; restarting the engine, replaying %d groups", first_line(error), len(self._unfinished()))
             self._postponed = error  # so that `poll`, which runs while the policy is called, does nothing
             with self._accelerator.lend(GENERATION):
-                workers = self.restart_generation()
+                workers = self.engines.restart_dead_workers()
             self.use_generation(workers)
         else:
             self.raise_if_keeper_lost(error)

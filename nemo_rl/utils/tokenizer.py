@@ -1,11 +1,12 @@
 """The tokenizer of a run, with the chat template of its configuration."""
 
 import logging
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -93,3 +94,25 @@ def _template(cfg: TokenizerSettings, tokenizer: PreTrainedTokenizerFast) -> str
             f"{cfg.key('chat_template')} {template!r} is neither default, null, a .jinja file nor a Jinja text"
         )
     return template
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text, without special tokens around it."""
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return token_ids
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of sampled tokens, without end-of-sequence and other special tokens."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
+
+
+def survives_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> bool:
+    """Whether tokens, special ones aside, stay the same when they are decoded and tokenised again."""
+    special = frozenset(tokenizer.all_special_ids)
+    plain = [token for token in token_ids if token not in special]
+    text = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return tokenizer.encode(text, add_special_tokens=False) == plain

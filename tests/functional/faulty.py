@@ -211,7 +211,7 @@ class _Faults:
 
 
 def _main() -> None:
-    from nemo_rl.algorithms.trainers.trainer import Trainer
+    from nemo_rl.algorithms.loop import Trainer
     from nemo_rl.distributed.worker_groups import RayWorkerGroup
     from nemo_rl.utils.console import RunConsole
 

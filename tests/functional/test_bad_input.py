@@ -12,8 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from nemo_rl.algorithms.setup import distillation, ppo, rollouts, supervised
-from nemo_rl.algorithms.setup.launch import USER_ERRORS, launch
+from nemo_rl.algorithms.distillation import prepare_distillation
+from nemo_rl.algorithms.dpo import run_dpo
+from nemo_rl.algorithms.parts.rollouts import Rollouts
+from nemo_rl.algorithms.ppo import prepare_ppo
+from nemo_rl.algorithms.run import USER_ERRORS, Run
+from nemo_rl.algorithms.supervised import prepare_rows
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager
@@ -25,13 +29,13 @@ from tests.unit.policy.models import save_model
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-PREPARE: dict[str, Callable[[Any], Any]] = dict.fromkeys(("sft", "dpo", "rm"), supervised.prepare)
-PREPARE |= {"grpo": rollouts.prepare_rollouts, "ppo": ppo.prepare, "distillation": distillation.prepare}
+PREPARE: dict[str, Callable[[Any], Any]] = dict.fromkeys(("sft", "dpo", "rm"), prepare_rows)
+PREPARE |= {"grpo": Rollouts.prepare, "ppo": prepare_ppo, "distillation": prepare_distillation}
 
 
 def config(kind: str, *overrides: str) -> Any:
     """Of the CPU example of an algorithm."""
-    name = f"{kind}_cpu" if PREPARE[kind] is supervised.prepare else f"{kind}_math_cpu"
+    name = f"{kind}_cpu" if PREPARE[kind] is prepare_rows else f"{kind}_math_cpu"
     return load_config(MASTERS[kind], CONFIGS / f"{name}.yaml", list(overrides))
 
 
@@ -41,11 +45,11 @@ def prepared(kind: str, *overrides: str) -> Any:
 
 
 def test_a_critic_and_a_teacher_are_prepared_with_the_policy():
-    value = prepared("ppo").value
+    _, value = prepared("ppo")
     assert value.config.num_labels == 1 and value.config.architectures == ["Qwen2ForSequenceClassification"]
-    inputs = prepared("distillation")
-    assert inputs.teachers["teacher"].vocab_size == 264 and inputs.teachers["teacher"].tasks == {"arithmetic"}
-    assert {"teacher.model", "policy.model", "distillation"} <= inputs.identity.keys()
+    rollouts, teachers = prepared("distillation")
+    assert teachers.checked["teacher"].vocab_size == 264 and teachers.checked["teacher"].tasks == {"arithmetic"}
+    assert {"teacher.model", "policy.model", "distillation"} <= rollouts.saves.identity.keys()
 
 
 REFUSED = """
@@ -274,7 +278,7 @@ def test_layouts_and_adapters_that_the_model_cannot_have(families, given, told):
 
 
 def test_a_checkpoint_without_its_optimizer_or_of_another_run_is_refused_with_every_difference():
-    info, manager = {"identity": prepared("grpo").identity}, CheckpointManager(config("grpo").checkpointing)
+    info, manager = {"identity": prepared("grpo").saves.identity}, CheckpointManager(config("grpo").checkpointing)
     manager.start_save(10, lambda directory: None, info, "", {}).finish()
     with pytest.raises(CheckpointError, match=r"step_10 was saved without the optimizer \(checkpointing\.save_optimi"):
         prepared("grpo")
@@ -352,13 +356,10 @@ def test_the_set_that_is_split_off_has_metrics_beside_named_ones():
         config("sft", "+data.train.split_validation_size=0.1", more, metric)
 
 
-def test_the_run_ends_with_status_2_and_one_message(tmp_path, capsys):
+def test_the_run_ends_with_status_2_and_one_message(tmp_path, capsys, monkeypatch):
     bad = config("dpo", *FOUR, rows(tmp_path, *[{**PAIR, "rejected": "2"}] * 4))
-
-    def build(*_: object) -> Any:
-        raise AssertionError("nothing may start")
-
-    assert launch(bad, prepare=supervised.prepare, build=build) == 2
+    monkeypatch.setattr(Run, "start", lambda *_: pytest.fail("nothing may start"))
+    assert run_dpo(bad) == 2
     text = "".join(capsys.readouterr())
     assert "ERROR data.train: not one of the 4 rows tried" in text.replace("\n", " ") and "Traceback" not in text
     assert not (tmp_path / "logs").exists() or not list((tmp_path / "logs").iterdir())

@@ -141,8 +141,8 @@ def test_losses_take_a_batch_by_name() -> None:
 
 def test_a_call_that_means_something_else_names_ours() -> None:
     for module, name, ours in (
-        ("grpo", "setup", "nemo_rl.algorithms.setup.grpo.run_grpo(config)"),
-        ("sft", "sft_train", "nemo_rl.algorithms.setup.supervised.run_sft(config)"),
+        ("grpo", "setup", "nemo_rl.algorithms.grpo.run_grpo(config)"),
+        ("sft", "sft_train", "nemo_rl.algorithms.supervised.run_sft(config)"),
         ("loss", "DPOLossFn", "nemo_rl.algorithms.losses.preference.DPOLoss"),
     ):
         with pytest.raises(TypeError, match=re.escape(ours)):

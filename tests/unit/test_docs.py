@@ -16,7 +16,7 @@ from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig, GRPO
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
 from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
-from nemo_rl.algorithms.setup.data_preview import load_run_config
+from nemo_rl.algorithms.data_preview import load_run_config
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.rules import Derived
 from nemo_rl.data import config as data

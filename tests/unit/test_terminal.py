@@ -12,7 +12,7 @@ from rich.console import Console
 
 from examples import report, show_rollouts, watch
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.data_preview import PreviewInputs, show_rows
+from nemo_rl.algorithms.data_preview import PreviewInputs, show_rows
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import build_tiny_tokenizer

@@ -17,8 +17,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutTrainer
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang, first_line
+from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.inspection import (
     RowErrors,
@@ -31,8 +31,12 @@ from nemo_rl.models.policy.inspection import (
 )
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError, WeightComparison
+from nemo_rl.refit.sync import WeightSync
+from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.probe import ProbeRequest, draw_probe
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, SamplingParams
+from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import Logger
 
 NUM_PICKED = 4  # samples of each kind and rank, at least
 MAX_NEW_TOKENS = 64  # of a fresh completion
@@ -307,14 +311,25 @@ def _sampling(variant: Variant) -> str:
 # -- measuring
 
 
-def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, trained_version: int) -> Diagnosis:
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """Training and generation, which ought to agree."""
+
+    policy: Policy
+    generation: GenerationInterface
+    refit: WeightSync
+    rollouts: RolloutCollector
+    version: int  # of the policy's present weights
+    sampling: SamplingParams  # in training
+    val_sampling: SamplingParams  # which generation might have used by mistake
+
+
+def investigate(sides: Sides, groups: Sequence[GroupHandle], *, trained_version: int) -> Diagnosis:
     """Find out why the loaded rows, which are samples of `groups`, disagree with generation, after a weight sync.
 
     Nothing of the run changes but the rows that the policy holds.
     """
-    policy, generation, sampling = trainer.policy, trainer.generation, trainer.requests.sampling
-    assert generation is not None
-    config = trainer.run.policy
+    policy, sampling, config = sides.policy, sides.sampling, sides.policy.config
     policy.compute(Logprobs(), COLUMN)
     where = {s.sample_id: (n, i) for n, group in enumerate(groups) for i, s in enumerate(group.samples)}
     recorded = [row for row in _row_errors(policy) if row.sample_id in where]
@@ -326,9 +341,9 @@ def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, train
     picks = [where[worst[index % len(worst)].sample_id] for index in range(num)]
     numbers = sorted({number for number, _ in picks})
     probe = draw_probe(
-        trainer.rollouts,
+        sides.rollouts,
         ProbeRequest(
-            group_id=f"probe/{trainer.version}",
+            group_id=f"probe/{sides.version}",
             picks=[(numbers.index(number), index) for number, index in picks * 2],
             num_whole=num,
             sampling=replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens)),
@@ -336,10 +351,10 @@ def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, train
         [groups[number] for number in numbers],
     )
     versions = [groups[number].samples[index].weight_version for number, index in picks]
-    measured = _measure(policy, probe.handle, sampling, trainer.val_sampling)
+    measured = _measure(policy, probe.handle, sampling, sides.val_sampling)
     settings = policy.inspect(describe_model)[0]
     try:
-        weights = trainer.refit.compare()
+        weights = sides.refit.compare()
     except RefitError as error:
         weights = WeightComparison(not_compared=str(error))
     return name_cause(
@@ -347,11 +362,11 @@ def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, train
             recorded_error=Error.of(worst),
             recorded_versions=(min(versions), max(versions)),
             trained_version=trained_version,
-            policy_version=trainer.version,
+            policy_version=sides.version,
             fresh_version=min(sample.weight_version for sample in probe.handle.samples),
             own=_variant(sampling),
             weights=weights,
-            settings=_differences(settings, generation.describe_model()),
+            settings=_differences(settings, sides.generation.describe_model()),
             recorded_changed=probe.num_recorded_changed,
             fresh_changed=probe.num_fresh_changed,
             num_picked=len(picks),
@@ -432,18 +447,19 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str
     return found
 
 
-def look_into(trainer: RolloutTrainer, groups: Sequence[GroupHandle]) -> None:
+def look_into(
+    sides: Sides, groups: Sequence[GroupHandle], *, step: int, console: RunConsole, run_logger: Logger
+) -> None:
     """`investigate` in the middle of a run: the cause goes to the console and into `disagreement_step_N.json`.
 
     The run was sound before, so an investigation that fails is a warning, unless a worker died or hangs.
     """
-    console, step = trainer.tools.console, trainer.state.total_steps + 1
     try:
-        diagnosis = investigate(trainer, groups, trained_version=step - 1)
+        diagnosis = investigate(sides, groups, trained_version=step - 1)
     except (WorkerDied, WorkerHang):
         raise
     except (WorkerError, NothingToCompare) as error:
         console.warn(f"training and generation disagree; no cause found: {first_line(error)}")
         return
-    path = trainer.tools.logger.log_text(diagnosis.to_json(), f"disagreement_step_{step}.json")
+    path = run_logger.log_text(diagnosis.to_json(), f"disagreement_step_{step}.json")
     console.warn(f"{diagnosis}\n  all    {path}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_rl.algorithms.config.rollout import RolloutConfig, RolloutMasterConfig
-from nemo_rl.algorithms.trainers.trainer import DataExhausted
+from nemo_rl.algorithms.loop import DataExhausted
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.records import StepIndex, put_aside, read_index, recorded_steps, steps_text
 from nemo_rl.types import BatchPlan, GroupHandle

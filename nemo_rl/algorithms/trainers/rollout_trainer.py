@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.loop import RunTools, Trainer
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
+from nemo_rl.algorithms.recovery import RolloutRecovery
+from nemo_rl.algorithms.trainers.disagreement import Sides, look_into
 from nemo_rl.algorithms.trainers.group_sources import (
     BUFFER_FOLDER,
     GroupSource,
@@ -33,22 +36,21 @@ from nemo_rl.algorithms.trainers.metrics import (
     turn_seconds,
     validation_metrics,
 )
-from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.data.rows.dataloader import PromptDataLoader
-from nemo_rl.distributed.errors import WorkerError, first_line
-from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
+from nemo_rl.distributed.errors import WorkerError
+from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import EXPECTED, IDEAL, Layout, ModelFlops, Work, predict
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
-from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SamplingParams
 from nemo_rl.utils.checkpoint.save import StateWrite
-from nemo_rl.utils.registry import import_object
 
-INVESTIGATE = "nemo_rl.algorithms.trainers.disagreement:look_into"  # imported when it is needed
-RECORDER = "nemo_rl.algorithms.trainers.rollout_recorder:RolloutRecorder"  # imported in runs that record
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.parts.server import EngineServer
+    from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
+
 TOKEN_ERROR, SAMPLE_ERROR = "train/token_mult_prob_error", "train/sample_mult_prob_error_max"
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
@@ -66,6 +68,7 @@ class RolloutParts:
     train_sampling: SamplingParams
     val_sampling: SamplingParams
     flops: ModelFlops
+    server: EngineServer | None = None  # offers the engines to agents outside of the run
 
 
 class RolloutTrainer(Trainer):
@@ -82,6 +85,14 @@ class RolloutTrainer(Trainer):
         others: Sequence[Policy] = (),
     ) -> None:
         requests = PromptRequests(parts.prompts, config.rollout, parts.train_sampling)
+        self.recovery = recovery = RolloutRecovery(
+            [parts.policy, *others],
+            parts.generation,
+            parts.refit,
+            parts.rollouts,
+            tools.console,
+            on_new_engines=parts.server.use_engines if parts.server is not None else None,
+        )
         super().__init__(
             config.rollout,
             tools,
@@ -89,41 +100,41 @@ class RolloutTrainer(Trainer):
             policies=[parts.policy, *others],
             data=parts.prompts,
             nonfinite_action=config.policy.nonfinite_action,
+            recovery=recovery,
         )
-        self.run = config
+        self.config = config
         self.policy = parts.policy
         self.generation = parts.generation
         self.refit = parts.refit
         self.rollouts = parts.rollouts
+        self.server = parts.server
         self.requests = requests
         self.source = GroupSource(requests, parts.rollouts)
         self.validation_prompts = parts.validation_prompts
         self.val_sampling = parts.val_sampling
         self.flops = parts.flops
         self.batching = Batching.of(config.policy, **parts.flops.cost_weights)
-        self.version = 0  # of the policy's present weights
         self.token_bytes_before = 0
         self.disagrees = False  # training and generation, in the last step
         self.generated: list[GroupHandle] = []  # of the step in progress, discarded ones included
         self.environment_metrics: Callable[[], dict[str, float]] = dict  # of `generated`; waits for them
-        self.rollout_recorder: Any = None  # a `RolloutRecorder`
+        self.rollout_recorder: RolloutRecorder | None = None
         if config.rollout.rollout_record.enabled:
-            self.rollout_recorder = import_object(RECORDER, "rollout_record")(config, tools, parts.rollouts)
+            from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
+
+            self.rollout_recorder = RolloutRecorder(config, tools, parts.rollouts)
         self.drafts: DraftMeter | None = None
         if parts.generation is not None and config.policy.generation.speculation:
             self.drafts = DraftMeter(parts.generation)
-        # faults
-        self.rollouts.restart_generation = self.restart_generation
-        if self.generation is not None:
-            self.rollouts.abandon_requests = self.generation.abandon_requests
-        self.replacements |= {self.policy.name_prefix: self._replace_policy, KEEPER: self.rollouts.replace_keeper}
 
     def start(self) -> None:
         """Resume, or give generation its first weights: engines start empty and are filled from the policy."""
         if self.source.overlaps_training:
             self.policy.while_waiting(self.rollouts.poll)
         if not self.resume():
-            self.refit.sync(0)
+            self.recovery.sync(0)
+        if self.server is not None:
+            self.server.open()
         self.rollouts.generation_use()  # resets the meter: the time until now does not count
         self.source.after_sync(self.state.total_steps)
 
@@ -168,7 +179,7 @@ class RolloutTrainer(Trainer):
             advantages,
             masks,
             num_ranks=self.policy.data_parallel_size,
-            global_batch_size=self.run.policy.train_global_batch_size,
+            global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,
         )
         self.record("train", packing_metrics(plan, self.batching))
@@ -184,20 +195,14 @@ class RolloutTrainer(Trainer):
 
     def sync_weights(self) -> None:
         """Policy weights -> generation weights, verified by fingerprints. Version n is after n steps."""
-        self.version = self.state.total_steps + 1
+        version = self.state.total_steps + 1
         if self.source.pauses_for_sync:
             with self.phase("wait_for_rollouts"):
                 self.rollouts.wait_all()
         self.record("train", self.source.before_sync())
         with self.phase("weight_sync"):
-            try:
-                self.refit.sync(self.version)
-            except WorkerError as error:
-                if self.generation is None or not (error.engine_died or error.worker.startswith(GENERATION)):
-                    raise
-                self.tools.console.warn(f"{first_line(error)}; the engine is started again")
-                self.rollouts.use_generation(self.restart_generation())
-        self.source.after_sync(self.version)
+            self.recovery.sync(version)
+        self.source.after_sync(version)
 
     def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, *, num_passes: int = 1) -> None:
         """Metrics of the step from metadata and from the environments.
@@ -210,7 +215,7 @@ class RolloutTrainer(Trainer):
         self.state.consumed_samples += len(generated)
         environment_metrics, self.environment_metrics = self.environment_metrics(), dict  # it held the groups
         self.record("train", environment_metrics)
-        version, run = self.state.total_steps, self.run
+        version, run = self.state.total_steps, self.config
         of_rollouts = partial(rollout_metrics, current_weight_version=version)
         self.record("train", of_rollouts(self.generated))
         tasks = self.requests.prompts.dataset.task_names
@@ -288,8 +293,8 @@ class RolloutTrainer(Trainer):
             logprob_passes=has_logprob_pass + has_reference_pass,
             reference_passes=int(has_reference_pass),
         )
-        training, generation = self.run.training_cluster.num_workers, self.run.generation_cluster.num_workers
-        layout = Layout.of(self.run.policy, training, generation, sum(lengths))
+        training, generation = self.config.training_cluster.num_workers, self.config.generation_cluster.num_workers
+        layout = Layout.of(self.config.policy, training, generation, sum(lengths))
         timed = self.timer.get_timing_metrics("sum")
         for name, assumed in (("predicted_s", EXPECTED), ("ideal_s", IDEAL)):
             phases = predict(self.flops, self.policy.gpu, layout, work, assumed)
@@ -297,7 +302,7 @@ class RolloutTrainer(Trainer):
 
     def look_into_disagreement(self, groups: Sequence[GroupHandle]) -> None:
         """Name the cause when training and generation begin to disagree by more than `logger.alarms` allows."""
-        alarms = self.run.logger.alarms
+        alarms = self.config.logger.alarms
         limits = {TOKEN_ERROR: alarms.disagreement, SAMPLE_ERROR: alarms.sample_disagreement}
         errors = {name: self.metrics.get(name, 1.0) for name in limits}
         is_high = any(limit is not None and not errors[name] <= limit for name, limit in limits.items())
@@ -309,12 +314,31 @@ class RolloutTrainer(Trainer):
             return
         self._write_samples()  # an investigation loads other rows
         with self.phase("investigation"):
-            import_object(INVESTIGATE, "investigation")(self, groups)
+            look_into(
+                self.sides(),
+                groups,
+                step=self.state.total_steps + 1,
+                console=self.tools.console,
+                run_logger=self.tools.logger,
+            )
+
+    def sides(self) -> Sides:
+        """Training and generation with their present weights."""
+        assert self.generation is not None, "recorded rollouts need no engines"
+        return Sides(
+            policy=self.policy,
+            generation=self.generation,
+            refit=self.refit,
+            rollouts=self.rollouts,
+            version=self.recovery.version,
+            sampling=self.requests.sampling,
+            val_sampling=self.val_sampling,
+        )
 
     def check_failures(self, groups: Sequence[GroupHandle]) -> None:
         """See `group_sources.check_failures`. Raises for weights that are not finite instead, if they are the cause."""
         try:
-            check_failures(groups, self.run, self.tools.console)
+            check_failures(groups, self.config, self.tools.console)
         except TooManyFailures:
             self.policy.inspect_weights()
             raise
@@ -323,7 +347,7 @@ class RolloutTrainer(Trainer):
 
     def validate(self) -> dict[str, float]:
         """Play the validation prompts with `val_*` sampling; the same prompts and seeds every time."""
-        rollout = self.run.rollout
+        rollout = self.config.rollout
         requests = [
             GroupRequest(
                 group_id=f"validation/{self.state.total_steps}/{position}/{prompt.prompt_id}",
@@ -338,7 +362,7 @@ class RolloutTrainer(Trainer):
         for start in range(0, len(requests), rollout.val_batch_size):
             groups += self.rollouts.collect(requests[start : start + rollout.val_batch_size])
         self.check_failures(groups)
-        num_shown = self.run.logger.num_val_samples_to_print
+        num_shown = self.config.logger.num_val_samples_to_print
         if num_shown > 0:
             self.show_validation(groups[:num_shown])
         self.rollouts.generation_use()  # resets the meter: validation does not count for the next step
@@ -363,7 +387,7 @@ class RolloutTrainer(Trainer):
         ]
         self.tools.logger.log_samples(rows, step)
 
-    # -- state and faults
+    # -- state
 
     def write_state(self, directory: Path) -> StateWrite:
         if self.rollout_recorder is not None:
@@ -380,21 +404,5 @@ class RolloutTrainer(Trainer):
     def read_state(self, directory: Path) -> None:
         super().read_state(directory)
         self.requests.rewind()
-        self.version = self.state.total_steps
-        self.refit.sync(self.version)
-        self.source.read_state(directory / BUFFER_FOLDER, self.version)
-
-    def restart_generation(self) -> list[Any]:
-        """After an engine died: start it again and give every engine the policy's weights. Returns the new workers."""
-        assert self.generation is not None, "recorded rollouts need no engines"
-        workers = self.generation.restart_dead_workers()
-        self.refit.sync(self.version)
-        return workers
-
-    def abandon_step(self) -> None:
-        self.rollouts.abandon()
-
-    def _replace_policy(self) -> None:
-        """After a policy worker died: a new group, attached to the engines again."""
-        self.policy.restart()
-        self.refit.prepare()
+        self.recovery.sync(self.state.total_steps)
+        self.source.read_state(directory / BUFFER_FOLDER, self.state.total_steps)

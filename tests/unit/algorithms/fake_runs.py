@@ -9,8 +9,8 @@ from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.models.policy.flops import ModelFlops
@@ -50,7 +50,7 @@ class FakeRun:
         calls = [] if calls is None else calls
         self.folder = folder / "run"
         self.policy = policy or FakePolicy()
-        self.policy.calls = calls
+        self.policy.calls, self.policy.config = calls, config.policy
         self.rollouts = rollouts or FakeRollouts(reward, calls)
         rows = [{"problem": str(i)} for i in range(8)]
         data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate, plan_probe
+from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, Sides, investigate, plan_probe
 from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
@@ -153,10 +153,10 @@ def examine(
         drawn = handle_of(group if after is None else after(engine, group))
         local: Any = LocalPolicy(policy)
         local.load(plan_probe(1, drawn, range(len(drawn.samples)), size=2))
-        parts = {"policy": local, "version": 3} | dict.fromkeys(("generation", "refit", "rollouts"), engine)
-        asked = {"requests": SimpleNamespace(sampling=SAMPLING), "val_sampling": SAMPLING}
-        trainer: Any = SimpleNamespace(**parts, **asked, run=SimpleNamespace(policy=policy_config()))
-        return investigate(trainer, [drawn], trained_version=trained_version)
+        local.config = policy_config()
+        asked: Any = dict.fromkeys(("sampling", "val_sampling"), SAMPLING)
+        sides = Sides(policy=local, generation=engine, refit=engine, rollouts=engine, version=3, **asked)
+        return investigate(sides, [drawn], trained_version=trained_version)
 
     return run_world(rank_main, 1)[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.setup.sampling_only import DiagnosticRun, diagnostic_config
+from nemo_rl.algorithms.sampling_only import DiagnosticRun, diagnostic_config
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import PromptRequests, TooManyFailures
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset

@@ -141,7 +141,7 @@ def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_pa
     larger = ("grpo.num_prompts_per_step=4", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=8")
     tasks = ("arithmetic", "arithmetic#2")
     run = GRPORun(tmp_path, *larger, "grpo.val_period=1", "checkpointing.enabled=false", *TWO_TASKS, tasks=tasks)
-    [row, *_], config, names = run.go(), run.trainer.run, tuple(f"{task}/" for task in tasks)
+    [row, *_], config, names = run.go(), run.trainer.config, tuple(f"{task}/" for task in tasks)
     found = {name for logged in row if (name := logged.removeprefix("train/")).startswith(names)}
     assert found == {name for name in config.train_metrics if name.startswith(names)}
     assert row["train/arithmetic/reward"] == 0.5

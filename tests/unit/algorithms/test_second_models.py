@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
+from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.placement import describe_placement
+from nemo_rl.algorithms.parts.teachers import check_teacher, tasks_by_teacher
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.ppo import PPOTrainer
-from nemo_rl.algorithms.setup.distillation import check_teacher, tasks_by_teacher
-from nemo_rl.algorithms.setup.hardware import check_hardware
-from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
@@ -126,7 +126,7 @@ class Run(FakeRun):
         policies = [FakePolicy(calls=calls, name_prefix=name) for name in names.values()]
         own: Any = [model.config for model in config.further_models]
         teachers = [make_teacher(cfg, p, *taught[key]) for cfg, p, key in zip(own, policies, names, strict=True)]
-        make = partial(DistillationTrainer, config, student_task=TopKLogprobs(2), column=COLUMN, teachers=teachers)
+        make = partial(DistillationTrainer, config, student_task=TopKLogprobs(2), teachers=teachers)
         super().__init__(folder, config, make, calls=calls, tasks=tasks)
 
 
@@ -169,7 +169,7 @@ def test_students_get_the_outputs_of_each_tasks_teacher_and_only_a_dead_teacher_
     said = {(group, 0): f"teacher_topk of teacher-{name[task]}" for group, task in enumerate(tasks)}
     assert run.policy.attached[COLUMN] == said
     run.policy.calls.clear()
-    run.trainer.replace_dead(WorkerDied("gone", worker="teacher-algebra_2-0", rank=0, method="compute"))
+    run.trainer.recovery.replace_dead(WorkerDied("gone", worker="teacher-algebra_2-0", rank=0, method="compute"))
     assert run.policy.calls == ["teacher-algebra_2.restart"]
 
 

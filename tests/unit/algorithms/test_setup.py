@@ -8,17 +8,18 @@ import stat
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
-from nemo_rl.algorithms.setup.hardware import check_hardware, check_processes
-from nemo_rl.algorithms.setup.launch import RunInputs, launch, run_command
-from nemo_rl.algorithms.setup.placement import describe_placement
-from nemo_rl.algorithms.setup.preflight import check_environments, http_server_token, prepare_model
-from nemo_rl.algorithms.setup.serve import write_address
-from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.algorithms.data_preview import load_run_config, preview_inputs
+from nemo_rl.algorithms.parts.environments import check_environments
+from nemo_rl.algorithms.parts.hardware import check_hardware, check_processes
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.placement import describe_placement
+from nemo_rl.algorithms.parts.saves import Saves
+from nemo_rl.algorithms.parts.server import http_server_token, write_address
+from nemo_rl.algorithms.run import Command, Run
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
@@ -54,7 +55,7 @@ def test_a_missing_input_is_named_with_its_key(section: str, told: str, alone: N
 
 def identity_of(model: Path, *overrides: str) -> dict[str, Any]:
     config = build(f"policy.model_name={model}", *overrides)
-    return json.loads(json.dumps(prepare_model(config.policy, config.checkpointing).identity))
+    return json.loads(json.dumps(Model.prepare(config.policy, config.checkpointing).identity))
 
 
 def test_adapters_of_another_kind_are_another_run(tiny_model_dir: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> N
     there = tmp_path / "policy.model_name"
     config = build(f"policy.model_name={there}")
     with pytest.raises(ValueError, match=rf"^value\.model_name: .*{re.escape(str(there))}"):
-        prepare_model(config.policy.at("value"), config.checkpointing)
+        Model.prepare(config.policy.at("value"), config.checkpointing)
 
 
 def test_the_servers_token_is_random_or_that_of_the_environment_and_its_file_for_the_owner_alone(monkeypatch, tmp_path):
@@ -245,33 +246,33 @@ def test_a_full_disk_ends_a_run_in_one_sentence_whoever_writes(tmp_path, capsys,
     def fill(*_: Any) -> Any:
         Path("/dev/full").write_text("x")
 
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # `run_command` replaces them
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a command replaces them
     words: Any = {"num_steps": 1, "files": "the files are", "again": "resumes", "interruption": Interruption()}
     monkeypatch.setenv("NEMO_RL_CACHE", cache := str(tmp_path / "cache"))
     kept = f"; free some space for {tmp_path} and {cache}\nthe files are in {tmp_path}; the same command resumes\n"
-    for prepare, end in ((fill, f"; free some space for {cache}\n"), (lambda: None, kept)):
-        assert run_command(prepare, fill, folder=lambda _: tmp_path, **words) == 1
+    for has_folder, end in ((False, f"; free some space for {cache}\n"), (True, kept)):
+        with Command(**words) as command:
+            if has_folder:
+                command.keep_files_in(tmp_path)
+            fill()
+        assert command.status == 1
         output = capsys.readouterr().out
         assert output.startswith("ERROR start: a disk is full: [Errno 28] No space left on device")
         assert output.endswith(end) and len(output.splitlines()) <= 2
 
 
 def test_the_time_of_the_setup_counts_towards_the_deadline(tmp_path, monkeypatch):
-    now, module = 0.0, "nemo_rl.algorithms.setup.launch"
+    now, module = 0.0, "nemo_rl.algorithms.run"
     monkeypatch.setattr(f"{module}.TimeoutChecker", partial(TimeoutChecker, clock=lambda: now))
     monkeypatch.setattr(f"{module}.init_ray", lambda folder, **_: None)
     monkeypatch.setattr(f"{module}.shutdown_ray", lambda: None)
 
-    def slow_prepare(_: Any) -> RunInputs:
-        nonlocal now
-        now = 1200.0
-        return RunInputs(model=cast(Any, None), identity={})
-
-    def build_and_stop(_: Any, stack: Any, tools: RunTools, inputs: RunInputs) -> Any:
-        raise ValueError(f"late: {tools.deadline.check_save()}")
-
     config = build("checkpointing.checkpoint_must_save_by=00:00:20:00", f"logger.log_dir={tmp_path}")
-    launch(config, prepare=slow_prepare, build=build_and_stop)
+    with Run(config) as run:
+        now = 1200.0
+        run.start(Saves(manager=None, identity={}))
+        raise ValueError(f"late: {run.tools.deadline.check_save()}")
+    assert run.status == 2
     assert "late: True" in (tmp_path / "exp_000" / "events.jsonl").read_text()
 
 

@@ -17,7 +17,7 @@ import pytest
 from nemo_rl.algorithms.dpo import DPOTrainer, compute_reference_sums, load_sums, save_sums, sums_of_plan
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
-from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
+from nemo_rl.algorithms.supervised import SupervisedParts, SupervisedTrainer, plan_examples
 from nemo_rl.config.loader import dump_config, load_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.data.rows.examples import ExampleLoader

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
+from nemo_rl.algorithms.loop import NonFiniteLoss, Trainer, merge_results
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
@@ -99,7 +99,7 @@ class CountingTrainer(FakeTrainer):
     def __init__(self, folder: Path, *, polls: int = 2, failure: BaseException | None = None, **how: Any) -> None:
         super().__init__(folder, **{"save_period": 3, "keep_top_k": None, "async_save": True} | how)
         self.polls, self.failure, self.calls, self.seen = polls, failure, [], {}
-        self.replacements = {"policy": lambda: self.calls.append("recover")}
+        self.recovery.replacements = {"policy": lambda: self.calls.append("recover")}
 
     def names(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "c").glob("*"))
@@ -346,7 +346,7 @@ def test_a_run_that_has_no_time_to_save_says_from_where_it_continues(tmp_path):
 
 def test_workers_that_were_told_to_end_too_are_not_replaced(tmp_path):
     trainer = told(tmp_path, at_step=4)
-    trainer.replacements = {"policy": lambda: pytest.fail("it is replaced")}
+    trainer.recovery.replacements = {"policy": lambda: pytest.fail("it is replaced")}
 
     def both(step: int) -> None:
         if step == 4:

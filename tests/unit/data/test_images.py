@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from nemo_rl.algorithms.setup.data_preview import PreviewInputs, PromptPreview, show_rows
+from nemo_rl.algorithms.data_preview import PreviewInputs, PromptPreview, show_rows
 from nemo_rl.data.chat.images import ImageReader, image_digest, image_marks, read_image
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.datasets import shapes

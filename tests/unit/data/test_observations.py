@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.setup.preflight import check_turns
+from nemo_rl.algorithms.parts.prompts import check_turns
 from nemo_rl.data.chat.messages import ObservationRenderer
 from tests.unit.data.templates import TEMPLATES, TEMPLATES_OF_FEW_ROLES, render_chat, tokenizer_with
 

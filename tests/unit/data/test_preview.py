@@ -3,7 +3,7 @@ import io
 import numpy as np
 from rich.console import Console
 
-from nemo_rl.algorithms.setup.data_preview import PreviewInputs, PromptPreview, show_rows, token_text
+from nemo_rl.algorithms.data_preview import PreviewInputs, PromptPreview, show_rows, token_text
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task

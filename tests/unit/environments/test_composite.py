@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.setup.preflight import sections_to_start
+from nemo_rl.algorithms.parts.environments import sections_to_start
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.environments import rewards
 from nemo_rl.environments.client import EnvironmentFailure, split_return

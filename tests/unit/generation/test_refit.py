@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.launch import Devices
-from nemo_rl.algorithms.setup.rollouts import _make_refit
+from nemo_rl.algorithms.parts.devices import Devices
+from nemo_rl.algorithms.parts.engines import make_refit
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
@@ -145,7 +145,7 @@ def test_from_training_to_a_sync_only_the_optimizer_moves():
     accelerator.register("generation", engines.onload, engines.sleep)
     config = load_config(GRPOMasterConfig, CONFIGS / "grpo_math_1B.yaml")
     devices = Devices(machines=config.cluster, cluster=engines, accelerator=accelerator)
-    assert _make_refit(config, policy, engines, devices, devices).bucket_bytes == 512 << 20
+    assert make_refit(config, policy, engines, devices, devices).bucket_bytes == 512 << 20
     for name in (REFIT, "generation", REFIT, "generation", "policy"):
         accelerator.acquire(name)
     to_generation = [("offload",), ("onload",)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from nemo_rl.algorithms.setup import placement as setup
+from nemo_rl.algorithms.parts import placement as setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import tiny_model_config

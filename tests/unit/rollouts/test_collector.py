@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,8 +96,8 @@ class OverFakes(RolloutCollector):
         self._accelerator = Accelerator(exclusive=False)
         self._accelerator.register(GENERATION, lambda: None, lambda: None)
         self.group, self.groups = group, [group]
-        self.restart_generation = lambda: ["engine, started again"]
-        self.on_new_generation = self.abandon_requests = None
+        restart: Any = lambda: ["engine, started again"]  # noqa: E731
+        self.engines: Any = SimpleNamespace(restart_dead_workers=restart, abandon_requests=lambda: None)
         self._generation_workers: list[Any] = ["engine"]
         self.keeper_loss: str | None = None
         self._keeper_loss = lambda: self.keeper_loss

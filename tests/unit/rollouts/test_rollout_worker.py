@@ -214,7 +214,7 @@ async def test_an_image_that_comes_late_holds_up_its_own_episode_alone(place):
 
 def test_its_process_loads_neither_models_nor_what_shards_them() -> None:
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils', 'transformers.models.auto'}"
-    program = f"import sys, nemo_rl.algorithms.setup.rollout_parts; print(*({heavy} & set(sys.modules)))"
+    program = f"import sys, nemo_rl.algorithms.parts.worker_settings; print(*({heavy} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == ""
 
 

@@ -12,10 +12,10 @@ import openai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.rollouts.agents.session import Session, SessionServer
 from nemo_rl.rollouts.agents.tree import CallTree
 from nemo_rl.types import Completion, GenerationRequest
+from nemo_rl.utils.tokenizer import decode
 from tests.conversations import assistant, user
 from tests.unit.rollouts.agents.test_play import ANSWERS, session_of, text_of
 from tests.unit.rollouts.engines import completion

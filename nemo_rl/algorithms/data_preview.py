@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.setup.preflight import image_reader, spread_rows
-from nemo_rl.algorithms.setup.supervised import example_maker
+from nemo_rl.algorithms.parts.model import image_reader
+from nemo_rl.algorithms.parts.prompts import spread_rows
+from nemo_rl.algorithms.parts.rows import example_maker
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
-from nemo_rl.algorithms.setup.hardware import gpu_names
+from nemo_rl.algorithms.parts.hardware import gpu_names
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config

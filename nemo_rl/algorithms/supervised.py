@@ -1,8 +1,7 @@
 """Training on the rows of a dataset: SFT, DPO and reward models share this step, `SupervisedTrainer.step`.
 
-SFT and reward models are this trainer with a loss and a head task of their own (`NLLLoss` with `Logprobs`,
-`PreferenceLoss` with `Scalars`; chosen in `setup/supervised.py`) and nothing else, so they have no file. DPO has to
-score its rows first: `dpo.py`.
+SFT and reward models are this trainer with a loss and a head task of their own and nothing else: `run_sft`, `run_rm`.
+DPO has to score its rows first: `dpo.py`.
 """
 
 from __future__ import annotations
@@ -12,18 +11,57 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
+from nemo_rl.algorithms.config.supervised import RMMasterConfig, SFTMasterConfig, SupervisedMasterConfig
+from nemo_rl.algorithms.loop import DataExhausted, RunTools, Trainer
+from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.algorithms.losses.preference import PreferenceLoss
+from nemo_rl.algorithms.parts.devices import Devices
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.rows import Rows
+from nemo_rl.algorithms.parts.saves import Saves
 from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
+from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.metrics import flops_metrics, packing_metrics
-from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops
-from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
 from nemo_rl.types import BatchPlan, ExampleHandle, ExampleMeta, LossFunction, PlannedSample
 
 MAX_PROBLEMS_SHOWN = 3
+
+
+def run_sft(config: SFTMasterConfig) -> int:
+    """Train; returns the exit status (see `Command`)."""
+    return _run(config, NLLLoss(), Logprobs(filtered=False))
+
+
+def run_rm(config: RMMasterConfig) -> int:
+    """Train; returns the exit status (see `Command`)."""
+    return _run(config, PreferenceLoss(config.rm), Scalars())
+
+
+def _run(config: SupervisedMasterConfig, loss_fn: LossFunction, task: HeadTask) -> int:
+    with Run(config) as run:
+        model, rows, saves = prepare_rows(config)
+        run.start(saves)
+        parts = start_rows(run, model, rows, rows.start_tokenizers(run))
+        run.train(SupervisedTrainer(run.config, run.tools, parts, loss_fn, task))
+    return run.status
+
+
+def prepare_rows(config: SupervisedMasterConfig) -> tuple[Model, Rows, Saves]:
+    """Load and check the parts that need no worker.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with what to change.
+    """
+    model = Model.prepare(config.policy, config.checkpointing)
+    rows = Rows.prepare(config, model)
+    identity = model.identity | rows.identity(config)
+    return model, rows, Saves.prepare(config, {"policy": (config.policy, model.config)}, identity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +74,27 @@ class SupervisedParts:
     # By the name of the set. A call tokenises the set again if its rows were lost with their worker.
     validation: Mapping[str, Callable[[], Sequence[ExampleHandle]]]
     flops: ModelFlops
+
+
+def start_rows[ConfigT: SupervisedMasterConfig](
+    run: Run[ConfigT], model: Model, rows: Rows, pool: TokenizerPool, *, init_reference_model: bool = False
+) -> SupervisedParts:
+    """Start the policy, while `pool` makes tokens of the validation rows."""
+    config = run.config
+    loop = config.loop
+    devices = Devices.start(run, config.training_cluster, 1, config.section, take_turns=False)
+    validation = {}
+    for name, dataset in rows.data.validation.items() if loop.validates else ():
+        num = len(dataset) if loop.max_val_rows is None else min(loop.max_val_rows, len(dataset))
+        validation[name] = pool.start([dataset[index] for index in range(num)])
+    policy = model.start(run, config.policy, devices, init_reference_model=init_reference_model)
+    return SupervisedParts(
+        policy=policy,
+        loader=ExampleLoader(rows.prompts, pool, max_num_epochs=loop.max_num_epochs),
+        num_batches=rows.prompts.num_batches,
+        validation={name: partial(pool.finish, pending) for name, pending in validation.items()},
+        flops=model.flops,
+    )
 
 
 class SupervisedTrainer(Trainer):
@@ -60,7 +119,7 @@ class SupervisedTrainer(Trainer):
             data=parts.loader,
             nonfinite_action=config.policy.nonfinite_action,
         )
-        self.run = config
+        self.config = config
         self.policy = parts.policy
         self.loader = parts.loader
         self.validation = parts.validation
@@ -130,7 +189,7 @@ class SupervisedTrainer(Trainer):
         lengths = [length for row in rows if row.problem is None for length in row.lengths]
         self.record("train", {"total_num_tokens": sum(lengths)})
         seconds = self.timer.get_timing_metrics("sum")
-        total, training, workers = sum(seconds.values()), seconds["policy_training"], self.run.cluster.num_workers
+        total, training, workers = sum(seconds.values()), seconds["policy_training"], self.config.cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
         self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / total / workers})
         throughput = {
@@ -142,7 +201,7 @@ class SupervisedTrainer(Trainer):
             "average_token_imbalance": self.metrics["train/packing/token_imbalance"],
         }
         images = [num_pixels for row in rows for num_pixels in row.images.values()]
-        train_flops = self.flops.train(lengths, images, has_adapters=self.run.policy.adapters.enabled)
+        train_flops = self.flops.train(lengths, images, has_adapters=self.config.policy.adapters.enabled)
         throughput |= flops_metrics(train_flops, training, workers, self.policy.gpu)
         self.record("performance", throughput)
 
@@ -162,10 +221,10 @@ class SupervisedTrainer(Trainer):
         A loss is a mean over tokens, for pairs over pairs.
         """
         metrics: dict[str, float] = {}
-        count = "global_valid_toks" if self.run.sequences_per_row == 1 else "global_valid_seqs"
+        count = "global_valid_toks" if self.config.sequences_per_row == 1 else "global_valid_seqs"
         batching = self.batching
         if isinstance(batching.train, FixedSize):
-            size = FixedSize(self.run.loop.val_micro_batch_size)
+            size = FixedSize(self.config.loop.val_micro_batch_size)
             batching = replace(batching, train=size, logprobs=size)
         weighted, total = 0.0, 0.0
         for name, tokenise in self.validation.items():

@@ -9,20 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.chat.images import open_images
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.environments.client import EnvironmentPool
-from nemo_rl.environments.config import AnyEnvironmentConfig
+from nemo_rl.environments.config import AgentEnvironmentConfig, AnyEnvironmentConfig
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import AgentEnvironment, RolloutWorkerSettings
 from nemo_rl.types import SamplingParams
-from nemo_rl.utils.registry import import_object
-
-AGENTS = "nemo_rl.algorithms.setup.agents:make_connect_agents"  # imported in runs that have agents
+from nemo_rl.utils.tokenizer import decode, survives_text
 
 
 def worker_settings(
@@ -44,8 +42,10 @@ def worker_settings(
     """
     connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
-    if agents := {name: config for name in environments if (config := env[name]).type == "agent"}:
-        connect_agents = import_object(AGENTS, "agents")(
+    if agents := {name: config for name in environments if isinstance(config := env[name], AgentEnvironmentConfig)}:
+        from nemo_rl.algorithms.parts.agents import make_connect_agents
+
+        connect_agents = make_connect_agents(
             agents,
             environments,
             task_to_env,
@@ -68,22 +68,6 @@ def worker_settings(
         engine_timeout_s=worker_timeout_s / 2,
         connect_agents=connect_agents,
     )
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of sampled tokens, without end-of-sequence and other special tokens."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text
-
-
-def survives_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> bool:
-    """Whether tokens, special ones aside, stay the same when they are decoded and tokenised again."""
-    special = frozenset(tokenizer.all_special_ids)
-    plain = [token for token in token_ids if token not in special]
-    text = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return tokenizer.encode(text, add_special_tokens=False) == plain
 
 
 def connect_environments(

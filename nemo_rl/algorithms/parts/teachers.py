@@ -1,32 +1,24 @@
-"""From a configuration to running distillation."""
+"""The teachers of distillation: checked against the student, then started."""
 
 import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
+from typing import Self
 
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
+from nemo_rl.algorithms.parts.devices import Devices
+from nemo_rl.algorithms.parts.model import Model
+from nemo_rl.algorithms.parts.rollouts import Rollouts
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.algorithms.setup.launch import start_devices, start_policy
-from nemo_rl.algorithms.setup.preflight import ModelInputs, prepare_model
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
-from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.algorithms.run import Run
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.head.distillation import (
-    TEACHER_STATES,
-    TEACHER_TOPK,
-    FullKL,
-    LastStates,
-    StoredHead,
-    TopKLogits,
-    TopKLogprobs,
-)
+from nemo_rl.models.policy.head.distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.types import SamplingParams
 
@@ -38,42 +30,89 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherInputs:
-    """The checked parts of a teacher."""
+class Teacher:
+    """A running teacher, its tasks, and its outputs for the student."""
+
+    policy: Policy
+    batching: Batching
+    task: HeadTask  # the student's head or loss reads its column
+    tasks: frozenset[str]  # names of the tasks that it teaches
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedTeacher:
+    """A teacher whose tokens are the student's."""
 
     config: PolicyConfig
-    model: ModelInputs
+    model: Model
     vocab_size: int  # tokens that it shares with the student
     tasks: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationInputs(RolloutInputs):
-    """The checked parts of a distillation run."""
+class Teachers:
+    """The teachers of a run by section: `teacher`, or `teachers.<name>`. `topk` None: whole distributions."""
 
-    teachers: dict[str, TeacherInputs]  # by section
+    checked: Mapping[str, CheckedTeacher]
+    topk: int | None
 
+    @classmethod
+    def prepare(cls, config: DistillationMasterConfig, rollouts: Rollouts, models: Mapping[str, Model]) -> Self:
+        """Check the models of teachers, by section, against the student.
 
-def run_distillation(config: DistillationMasterConfig) -> int:
-    """Train; returns the exit status (see `run_command`)."""
-    return run_rollouts(config, partial(make_trainer, config), prepare)
+        Raises:
+            ValueError: see `check_teacher` and `tasks_by_teacher`.
+        """
+        topk = config.distillation.topk_logits_k
+        tasks = tasks_by_teacher(config, {part.task_name for part in rollouts.prompts.data.train.parts})
+        checked = {}
+        for further in config.further_models:
+            key, model = further.key, models[further.key]
+            vocab_size = check_teacher(rollouts.model.tokenizer, model.tokenizer, topk, section=key)
+            checked[key] = CheckedTeacher(config=further.config, model=model, vocab_size=vocab_size, tasks=tasks[key])
+            if topk is None:
+                warn_of_large_states(config, key, checked[key])
+        return cls(checked=checked, topk=topk)
 
+    def student_task(self) -> HeadTask:
+        """The student's outputs, which its loss compares with the teachers'."""
+        if self.topk is not None:
+            return TopKLogprobs(self.topk)
+        (only,) = self.checked.values()  # several teachers need `topk_logits_k`: the student stores one head
+        return FullKL(StoredHead.of(only.model.config, only.model.model_path, only.config.precision), only.vocab_size)
 
-def prepare(config: DistillationMasterConfig) -> DistillationInputs:
-    """Load and check what needs no worker; see `prepare_rollouts`."""
-    configs = {model.key: model.config for model in config.further_models}
-    models = {key: prepare_model(teacher, config.checkpointing) for key, teacher in configs.items()}
-    own_identity = {name: value for model in models.values() for name, value in model.identity.items()}
-    rollouts = prepare_rollouts(config, own_identity)
-    tasks = tasks_by_teacher(config, {part.task_name for part in rollouts.data.train.parts})
-    student, topk = rollouts.model, config.distillation.topk_logits_k
-    teachers = {}
-    for key, model in models.items():
-        vocab_size = check_teacher(student.tokenizer, model.tokenizer, topk, section=key)
-        teachers[key] = TeacherInputs(config=configs[key], model=model, vocab_size=vocab_size, tasks=tasks[key])
-        if topk is None:
-            warn_of_large_states(config, key, teachers[key])
-    return DistillationInputs(**vars(rollouts), teachers=teachers)
+    def start(self, run: Run[DistillationMasterConfig], training: Devices) -> list[Teacher]:
+        """Start the teachers: on machines of their own, or on the student's. They end with the run."""
+        config, devices = run.config, training
+        if config.distillation.teacher_resources is not None:
+            devices = Devices.start(run, config.teacher_cluster, len(self.checked), "teachers", take_turns=True)
+        # The student samples from its distribution at this temperature, so the teacher's is taken at the same.
+        sampling = SamplingParams(max_new_tokens=1, temperature=config.policy.generation.temperature)
+        return [self._start(key, teacher, run, devices, sampling) for key, teacher in self.checked.items()]
+
+    def _start(
+        self,
+        key: str,
+        teacher: CheckedTeacher,
+        run: Run[DistillationMasterConfig],
+        devices: Devices,
+        sampling: SamplingParams,
+    ) -> Teacher:
+        policy = teacher.model.start(
+            run,
+            teacher.config,
+            devices,
+            sampling=sampling,
+            name=key.replace("teachers.", "teacher-"),
+            init_optimizer=False,
+        )
+        states = LastStates(teacher.model.config.get_text_config().hidden_size, teacher.config.precision)
+        return Teacher(
+            policy=policy,
+            batching=Batching.of(teacher.config, **teacher.model.flops.cost_weights).of_scoring(),
+            task=states if self.topk is None else TopKLogits(self.topk, teacher.vocab_size),
+            tasks=teacher.tasks,
+        )
 
 
 def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -104,7 +143,7 @@ def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> 
     }
 
 
-def warn_of_large_states(config: DistillationMasterConfig, key: str, teacher: TeacherInputs) -> None:
+def warn_of_large_states(config: DistillationMasterConfig, key: str, teacher: CheckedTeacher) -> None:
     """Log how much memory the last hidden states of a teacher may take, if that is much."""
     samples, length = config.distillation.num_samples_per_step, config.policy.max_total_sequence_length
     hidden_size = teacher.model.config.get_text_config().hidden_size
@@ -207,47 +246,3 @@ def _warn_of_differences(student: PreTrainedTokenizerFast, teacher: PreTrainedTo
         logger.warning(
             "student and teacher have different chat templates: the teacher judges prompts in the student's format"
         )
-
-
-# -- starting
-
-
-def make_trainer(
-    config: DistillationMasterConfig, tools: RunTools, setup: RolloutSetup[DistillationInputs]
-) -> DistillationTrainer:
-    """Start the teachers: on machines of their own, or on the student's."""
-    inputs, devices, k = setup.inputs, setup.training, config.distillation.topk_logits_k
-    if config.distillation.teacher_resources is not None:
-        num_teachers = len(inputs.teachers)
-        devices = start_devices(config.teacher_cluster, setup.stack, num_teachers, "teachers", take_turns=True)
-    # The student samples from its distribution at this temperature, so the teacher's is taken at the same.
-    sampling = SamplingParams(max_new_tokens=1, temperature=config.policy.generation.temperature)
-    student_task: HeadTask
-    if k is not None:
-        student_task, column = TopKLogprobs(k), TEACHER_TOPK
-    else:
-        (only,) = inputs.teachers.values()  # several teachers need `topk_logits_k`: the student stores one head
-        head = StoredHead.of(only.model.config, only.model.model_path, only.config.precision)
-        student_task, column = FullKL(head, only.vocab_size), TEACHER_STATES
-    teachers = []
-    for key, teacher in inputs.teachers.items():
-        policy = start_policy(
-            config,
-            teacher.config,
-            setup.stack,
-            teacher.model,
-            devices,
-            sampling=sampling,
-            name=key.replace("teachers.", "teacher-"),
-            init_optimizer=False,
-        )
-        states = LastStates(teacher.model.config.get_text_config().hidden_size, teacher.config.precision)
-        teachers.append(
-            Teacher(
-                policy=policy,
-                batching=Batching.of(teacher.config, **teacher.model.flops.cost_weights).of_scoring(),
-                task=states if k is None else TopKLogits(k, teacher.vocab_size),
-                tasks=teacher.tasks,
-            )
-        )
-    return DistillationTrainer(config, tools, setup.parts, teachers, student_task=student_task, column=column)

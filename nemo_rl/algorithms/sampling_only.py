@@ -7,11 +7,13 @@ from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.rollout import RolloutRecordConfig
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, prepare_rollouts, run_rollouts
+from nemo_rl.algorithms.loop import RunTools
+from nemo_rl.algorithms.parts.devices import RolloutDevices
+from nemo_rl.algorithms.parts.rollouts import Rollouts
+from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate
 from nemo_rl.algorithms.trainers.metrics import rollout_metrics
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.rules import round_up
 from nemo_rl.utils.config import CheckpointingConfig
 
@@ -52,7 +54,7 @@ class DiagnosticRun(RolloutTrainer):
         sampled = [group.row_values([[s.has_reward] * len(s.rows) for s in group.samples]) for group in groups]
         self.plan_and_load(groups, [[0.0] * len(group.rows) for group in groups], sampled, will_sync=False)
         with self.phase("investigation"):
-            diagnosis = investigate(self, groups, trained_version=0)
+            diagnosis = investigate(self.sides(), groups, trained_version=0)
         path = self.tools.logger.log_text(diagnosis.to_json(), "disagreement.json")
         show = self.tools.console.info if diagnosis.cause is Cause.ROUNDING else self.tools.console.warn
         show(f"{diagnosis}\n  all    {path}")
@@ -80,16 +82,16 @@ def diagnostic_config(config: GRPOMasterConfig) -> GRPOMasterConfig:
 def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
     """Compare policy and engine with the weights of `checkpoint`, a step folder; None: of `policy.model_name`.
 
-    Returns 0 if they agree, 1 if a cause is named, else the exit status of `launch`.
+    Returns 0 if they agree, 1 if a cause is named, else the exit status of the run.
     """
     found: list[Diagnosis] = []
     config = diagnostic_config(config)
-
-    def make_trainer(tools: RunTools, setup: RolloutSetup[RolloutInputs]) -> DiagnosticRun:
-        return DiagnosticRun(config, tools, setup.parts, checkpoint=checkpoint, found=found)
-
-    status = run_rollouts(config, make_trainer, prepare_rollouts)
-    return status or int(any(diagnosis.cause is not Cause.ROUNDING for diagnosis in found))
+    with Run(config) as run:
+        rollouts = Rollouts.prepare(config)
+        run.start(rollouts.saves)
+        parts = rollouts.start(run, RolloutDevices.start(run))
+        run.train(DiagnosticRun(run.config, run.tools, parts, checkpoint=checkpoint, found=found))
+    return run.status or int(any(diagnosis.cause is not Cause.ROUNDING for diagnosis in found))
 
 
 class RolloutCollection(RolloutTrainer):
@@ -109,4 +111,9 @@ def collect_rollouts(config: GRPOMasterConfig) -> int:
     record = config.grpo.rollout_record.model_copy(update={"enabled": True})
     grpo = config.grpo.model_copy(update={"rollout_record": record, **UNTRAINED})
     config = config.model_copy(update={"grpo": grpo, "checkpointing": CheckpointingConfig(enabled=False)})
-    return run_rollouts(config, lambda tools, setup: RolloutCollection(config, tools, setup.parts), prepare_rollouts)
+    with Run(config) as run:
+        rollouts = Rollouts.prepare(config)
+        run.start(rollouts.saves)
+        parts = rollouts.start(run, RolloutDevices.start(run))
+        run.train(RolloutCollection(run.config, run.tools, parts))
+    return run.status

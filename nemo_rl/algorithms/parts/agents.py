@@ -8,7 +8,6 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.rollout_parts import decode
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
@@ -22,6 +21,7 @@ from nemo_rl.rollouts.agents.play import Agents, AgentSettings
 from nemo_rl.rollouts.agents.session import SessionLimits
 from nemo_rl.rollouts.openai_server import AnswerSettings
 from nemo_rl.utils.folders import cache_root
+from nemo_rl.utils.tokenizer import decode, encode
 
 
 def answer_settings(
@@ -38,12 +38,6 @@ def answer_settings(
         vocab_size=vocab_size,
         max_model_len=vllm.max_model_len,
     )
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text, without special tokens around it."""
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return token_ids
 
 
 def make_connect_agents(

@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from nemo_rl.algorithms.config.loop import LoopConfig
+from nemo_rl.algorithms.recovery import Recovery
 from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import ray_loss
@@ -31,11 +32,12 @@ from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfi
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.interruption import LAST_WORDS_S, Interruption
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
-PROFILED_STEP = "nemo_rl.distributed.meters:profiled_step"  # imported when it is needed
+if TYPE_CHECKING:
+    from nemo_rl.distributed.meters import UsageMonitor
+
 MAX_RECOVERIES_AT_ONE_STEP = 2
 CONTROLLER_RNG = Path("rng", "controller.safetensors")
 TRACKER_RUNS = "tracker_runs"  # in training_info.json: the names of the run in its trackers
@@ -76,7 +78,7 @@ class RunTools:
     identity: Mapping[str, Any]  # values that a checkpoint must share with this run
     known_metrics: Collection[str] = frozenset()  # logged names that follow from the configuration
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    monitor: Any = None  # a `distributed.meters.UsageMonitor`, if the run has one
+    monitor: UsageMonitor | None = None
     recorder: RunRecorder | None = None
     interruption: Interruption = field(default_factory=Interruption)
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
@@ -95,7 +97,7 @@ class Trainer(ABC):
 
     `policies` are the policies that are trained and saved, PPO's value model included. Metrics of a policy other than
     the first carry its name (`value/loss`). `data` is the data loader, whose position is saved with them. `num_steps`
-    None: until the data ends.
+    None: until the data ends. `recovery` replaces dead workers; without one, those of the policies.
 
     With `checkpointing.async_save` at most one checkpoint is being written while the next steps run. The loop looks
     after it between steps, and finishes it before the next checkpoint begins and before the run ends.
@@ -110,6 +112,7 @@ class Trainer(ABC):
         policies: Sequence[Policy],
         data: DataPosition,
         nonfinite_action: str,
+        recovery: Recovery | None = None,
     ) -> None:
         self.loop = loop
         self.num_steps = num_steps
@@ -117,8 +120,7 @@ class Trainer(ABC):
         self.policies = policies
         self.data = data
         self.nonfinite_action = nonfinite_action
-        # how to replace dead workers, by the prefix of their names; the error of any other death ends the run
-        self.replacements: dict[str, Callable[[], None]] = {policy.name_prefix: policy.restart for policy in policies}
+        self.recovery = Recovery(policies) if recovery is None else recovery
         self.state = TrainerState()
         self.timer = Timer()
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
@@ -135,6 +137,10 @@ class Trainer(ABC):
         """Metrics of a validation, by name without prefix."""
 
     # -- the loop
+
+    def start(self) -> None:
+        """Resume if there is a checkpoint. The parts are running."""
+        self.resume()
 
     def describe_interruption(self) -> str:
         """Where a run that was told to end stands, and from where the same command continues it."""
@@ -192,7 +198,8 @@ class Trainer(ABC):
         """One turn of the loop; True when it was the last."""
         profile, profiled = self.tools.profile, nullcontext()
         if profile.steps:
-            profiled_step = import_object(PROFILED_STEP, "performance.profile")
+            from nemo_rl.distributed.meters import profiled_step
+
             profiled = profiled_step(profile, self.tools.logger.run_dir / "profile", self.state.total_steps + 1)
         try:
             with self.timer.time("total_step_time"), profiled:
@@ -375,9 +382,6 @@ class Trainer(ABC):
             policy.load_checkpoint(directory, load_optimizer=True)
         self.data.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
 
-    def abandon_step(self) -> None:  # noqa: B027
-        """Forget the unfinished work of a step that failed."""
-
     def resume(self) -> bool:
         """Continue from the newest sound checkpoint of this run; False when there is none."""
         path = self.checkpointer.latest_sound() if self.checkpointer is not None else None
@@ -406,18 +410,9 @@ class Trainer(ABC):
         if self.checkpointer is None or self.checkpointer.latest_sound() is None:
             raise error
         self.metrics, self.timer = {}, Timer()
-        self.replace_dead(error)
+        self.recovery.replace_dead(error)
         self.tools.console.warn(f"{error}\nit is replaced, and the run goes on from the last checkpoint")
         self.resume()
-
-    def replace_dead(self, error: WorkerDied) -> None:
-        """New workers in place of those that died. Raises `error` if nothing can replace them."""
-        replacements = [replace for prefix, replace in self.replacements.items() if error.is_of(prefix)]
-        if not replacements:
-            raise error
-        self.abandon_step()
-        for replace in replacements:
-            replace()
 
     # -- checkpoints
 
