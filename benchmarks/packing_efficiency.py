@@ -21,7 +21,7 @@ import numpy as np
 
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
-from nemo_rl.algorithms.trainers.metrics import packing_metrics
+from nemo_rl.algorithms.trainers.metrics import measure_packing
 from nemo_rl.data.packing import PackingAlgorithm, get_packer, sequence_cost
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
@@ -121,7 +121,7 @@ def measure_plans(
                     groups, zeros, zeros, num_ranks=num_ranks, global_batch_size=number, batching=batching
                 )
                 seconds += (time.perf_counter() - started) / seeds
-                metrics.append(packing_metrics(plan, batching))
+                metrics.append(measure_packing(plan, batching).metrics())
             work, wait = (max(m[f"packing/{key}_imbalance"] for m in metrics) - 1 for key in ("work", "wait"))
             fill, batches = (np.mean([m[f"packing/{key}"] for m in metrics]) for key in ("fill", "num_micro_batches"))
             row = f"{naive:>9.2%}{work:>9.2%}{wait:>9.2%}{fill:>9.2%}{batches:>9.1f}{seconds:>9.3f}"

@@ -534,6 +534,11 @@ class TrainResult:
     num_skipped_steps: int = 0  # optimizer steps skipped because loss or gradient was not finite
     nonfinite_samples: list[str] = field(default_factory=list)  # sample ids of the micro-batches concerned
 
+    @property
+    def num_valid_tokens(self) -> float:
+        """Tokens that carried loss, over all steps and ranks."""
+        return self.metrics["global_valid_toks"]
+
 
 ProcessorFn = Callable[..., DatumSpec]
 """`(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`."""

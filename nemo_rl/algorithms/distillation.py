@@ -20,7 +20,7 @@ from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.types import BatchPlan, GroupHandle, RowKey
+from nemo_rl.types import BatchPlan, GroupHandle, RowKey, TrainResult
 
 
 def run_distillation(config: DistillationMasterConfig) -> int:
@@ -73,9 +73,9 @@ class DistillationTrainer(RolloutTrainer):
         groups = self.sample()  # rewards are reported and not used
         plan = self.plan(groups)
         self.score_with_teachers(groups)
-        self.update()
+        trained = self.update()
         self.sync_weights()
-        self.report(groups, plan)
+        self.report(groups, plan, trained)
 
     # -- the phases, in order
 
@@ -98,10 +98,10 @@ class DistillationTrainer(RolloutTrainer):
                     outputs |= {key: shared[key] for key in own_keys}
             self.policy.attach(self.column, outputs)
 
-    def update(self) -> None:
+    def update(self) -> TrainResult:
         """The optimizer steps."""
         with self.phase("policy_training"):
-            self.take_steps(self.policy, self.loss_fn, self.student_task)
+            return self.take_steps(self.policy, self.loss_fn, self.student_task)
 
 
 def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[BatchPlan | None, set[RowKey]]:

@@ -25,6 +25,7 @@ from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.types import TrainResult
 
 
 def run_grpo(config: GRPOMasterConfig) -> int:
@@ -65,9 +66,9 @@ class GRPOTrainer(RolloutTrainer):
         advantages = self.estimate_advantages(groups)
         plan = self.plan_and_load(handles, advantages, [group.row_masks for group in groups])
         self.compute_logprobs()
-        self.update()
+        trained = self.update()
         self.sync_weights()
-        self.report(handles, plan)
+        self.report(handles, plan, trained)
         self.compare_with_prediction(handles, self.needs_previous_logprobs, self.config.grpo.uses_reference)
 
     # -- the phases, in order
@@ -110,7 +111,7 @@ class GRPOTrainer(RolloutTrainer):
         if loss.use_kl_in_reward:
             self.policy.set_token_advantages(KLInReward(loss, grpo.adv_estimator.eps, grpo.advantage_bounds))
 
-    def update(self) -> None:
+    def update(self) -> TrainResult:
         """The optimizer steps of the policy, with the loss of `losses/clipped_pg.py`."""
         with self.phase("policy_training"):
-            self.take_steps(self.policy, self.loss_fn, Logprobs())
+            return self.take_steps(self.policy, self.loss_fn, Logprobs())

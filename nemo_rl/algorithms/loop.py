@@ -355,7 +355,7 @@ class Trainer(ABC):
         }
         self.record("train" if is_first else f"train/{policy.name_prefix}", metrics)
         if is_first:
-            self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.state.total_valid_tokens += int(result.num_valid_tokens)
         return result
 
     # -- state

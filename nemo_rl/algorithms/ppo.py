@@ -30,7 +30,7 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.types import BatchPlan
+from nemo_rl.types import BatchPlan, TrainResult
 
 
 def run_ppo(config: PPOMasterConfig) -> int:
@@ -85,10 +85,10 @@ class PPOTrainer(RolloutTrainer):
         plan = self.plan(groups)
         self.compute_logprobs_and_values()
         self.estimate_advantages()
-        self.update()
+        trained = self.update()
         self.sync_weights()
         num_passes = self.config.ppo.ppo_epochs if self.trains_policy else 0
-        self.report([group.handle for group in groups], plan, num_passes=num_passes)
+        self.report([group.handle for group in groups], plan, trained, num_passes=num_passes)
 
     @property
     def trains_policy(self) -> bool:
@@ -132,17 +132,20 @@ class PPOTrainer(RolloutTrainer):
             self.policy.set_token_advantages(GAEAdvantages(self.config.loss_fn, self.config.ppo.adv_estimator))
             self.value.attach("returns", self.policy.share("returns"))
 
-    def update(self) -> None:
-        """All optimizer steps of the value model, then all of the policy, so that each is on the devices once."""
+    def update(self) -> TrainResult:
+        """All optimizer steps of the value model, then all of the policy, so that each is on the devices once.
+
+        Returns the policy's result; the value model's if the step trains it alone.
+        """
         num_passes = self.config.ppo.ppo_epochs
         with self.phase("value_training"):
             result = self.take_steps(self.value, self.value_loss_fn, Scalars(), num_passes=num_passes)
         self.record("train/value", {"explained_variance": explained_variance(result.metrics)})
         if not self.trains_policy:
-            self.record("train", {"global_valid_toks": result.metrics["global_valid_toks"]})
-            return
+            self.record("train", {"global_valid_toks": result.num_valid_tokens})
+            return result
         with self.phase("policy_training"):
-            self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
+            return self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
 
 
 # -- generalised advantage estimation: rewards of samples and values of tokens -> advantages of tokens

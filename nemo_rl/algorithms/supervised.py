@@ -22,13 +22,13 @@ from nemo_rl.algorithms.parts.saves import Saves
 from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
 from nemo_rl.algorithms.run import Run
-from nemo_rl.algorithms.trainers.metrics import flops_metrics, packing_metrics
+from nemo_rl.algorithms.trainers.metrics import flops_metrics, measure_packing
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
-from nemo_rl.types import BatchPlan, ExampleHandle, ExampleMeta, LossFunction, PlannedSample
+from nemo_rl.types import BatchPlan, ExampleHandle, ExampleMeta, LossFunction, PlannedSample, TrainResult
 
 MAX_PROBLEMS_SHOWN = 3
 
@@ -150,8 +150,8 @@ class SupervisedTrainer(Trainer):
         batch = self.next_batch()
         plan = self.plan(batch)
         self.score(batch, plan)
-        self.update()
-        self.report(batch)
+        trained = self.update()
+        self.report(batch, trained)
 
     # -- the phases, in order
 
@@ -166,7 +166,8 @@ class SupervisedTrainer(Trainer):
     def plan(self, batch: Sequence[ExampleHandle]) -> BatchPlan:
         """Which row goes to which rank and micro-batch; the workers fetch their rows."""
         plan = self.plan_rows(batch, batching=self.batching)
-        self.record("train", packing_metrics(plan, self.batching))
+        self.packing = measure_packing(plan, self.batching)
+        self.record("train", self.packing.metrics())
         if self.tools.recorder is not None:
             self.tools.recorder.choose_samples(plan)
         with self.phase("data_processing"):
@@ -176,12 +177,12 @@ class SupervisedTrainer(Trainer):
     def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
         """Compute further inputs of the loss; here there are none. Runs in a validation too."""
 
-    def update(self) -> None:
+    def update(self) -> TrainResult:
         """The optimizer step."""
         with self.phase("policy_training"):
-            self.take_steps(self.policy, self.loss_fn, self.task)
+            return self.take_steps(self.policy, self.loss_fn, self.task)
 
-    def report(self, batch: Sequence[ExampleHandle]) -> None:
+    def report(self, batch: Sequence[ExampleHandle], trained: TrainResult) -> None:
         """Metrics of the step from metadata; warns of rows that are left out."""
         rows = [row for handle in batch for row in handle.rows]
         self.state.consumed_samples += len(rows)
@@ -190,15 +191,15 @@ class SupervisedTrainer(Trainer):
         self.record("train", {"total_num_tokens": sum(lengths)})
         seconds = self.timer.get_timing_metrics("sum")
         total, training, workers = sum(seconds.values()), seconds["policy_training"], self.config.cluster.num_workers
-        valid_tokens = self.metrics["train/global_valid_toks"]
-        self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / total / workers})
+        valid_tokens_per_s = trained.num_valid_tokens / total
+        self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens_per_s / workers})
         throughput = {
             "samples_per_sec": len(rows) / total,
             "samples_per_sec_per_gpu": len(rows) / total / workers,
             "tokens_per_sec": sum(lengths) / total,
             "tokens_per_sec_per_gpu": sum(lengths) / total / workers,
             "policy_training_tokens_per_sec_per_gpu": sum(lengths) / training / workers,
-            "average_token_imbalance": self.metrics["train/packing/token_imbalance"],
+            "average_token_imbalance": self.packing.token_imbalance,
         }
         images = [num_pixels for row in rows for num_pixels in row.images.values()]
         train_flops = self.flops.train(lengths, images, has_adapters=self.config.policy.adapters.enabled)

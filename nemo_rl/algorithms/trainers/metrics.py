@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -230,22 +231,37 @@ def _max(values: Sequence[float]) -> float:
     return float(max(values)) if len(values) > 0 else math.nan
 
 
-def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
-    """How well the micro-batches of a plan's optimizer steps use their budgets and the ranks' time.
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How well the micro-batches of a plan's optimizer steps use their budgets and the ranks' time."""
 
-    Returns:
-        packing/num_micro_batches: of each rank, in training.
-        packing/num_logprob_micro_batches: of each rank, for logprobs.
-        packing/samples_per_micro_batch: mean, in training.
-        packing/fill: tokens over the token budget, or over the padded tokens if there is no budget.
-        packing/shared_prompt_tokens: tokens of prompts that are not computed, because other samples of the group do.
-        packing/padding_fraction: the share of padding if these micro-batches were right-padded. Padding-free layouts,
-            such as sequence packing, do not compute it.
-        packing/token_imbalance: tokens of the fullest rank over the mean of all ranks (1.0 is even).
-        packing/work_imbalance: the same for the work, squared lengths included.
-        packing/wait_imbalance: the same for the work if ranks wait for each other at every micro-batch: the sum over
-            micro-batches of the largest work among ranks, over the sum of the mean work.
-    """
+    num_micro_batches: int
+    """Of each rank, in training."""
+    num_logprob_micro_batches: int
+    """Of each rank, for logprobs."""
+    samples_per_micro_batch: float
+    """Mean, in training."""
+    fill: float
+    """Tokens over the token budget, or over the padded tokens if there is no budget."""
+    shared_prompt_tokens: int
+    """Tokens of prompts that are not computed, because other samples of the group do."""
+    padding_fraction: float
+    """The share of padding if these micro-batches were right-padded; sequence packing, for one, computes none."""
+    token_imbalance: float
+    """Tokens of the fullest rank over the mean of all ranks (1.0 is even)."""
+    work_imbalance: float
+    """The same for the work, squared lengths included."""
+    wait_imbalance: float
+    """The same for the work if ranks wait for each other at every micro-batch: the sum over micro-batches of the
+    largest work among ranks, over the sum of the mean work."""
+
+    def metrics(self) -> dict[str, float]:
+        """All fields as `packing/<name>`."""
+        return {f"packing/{name}": value for name, value in vars(self).items()}
+
+
+def measure_packing(plan: BatchPlan, batching: Batching) -> Packing:
+    """The packing of a plan that was made with `batching`."""
     ranks = [[batch for step in rank.train for batch in step] for rank in plan.ranks]
     batches = [batch for rank in ranks for batch in rank]
     tokens = sum(sample.length for batch in batches for sample in batch)
@@ -254,18 +270,18 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
     room = padded if isinstance(batching.train, FixedSize) else batching.train.tokens * len(batches)
     work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
     rank_tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
-    return {
-        "packing/num_micro_batches": len(ranks[0]),
-        "packing/num_logprob_micro_batches": len(plan.ranks[0].logprobs),
-        "packing/samples_per_micro_batch": sum(len(batch) for batch in batches) / len(batches),
-        "packing/fill": (tokens - shared) / room,
-        "packing/shared_prompt_tokens": shared,
-        "packing/padding_fraction": 1 - tokens / padded,
-        "packing/token_imbalance": max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
+    return Packing(
+        num_micro_batches=len(ranks[0]),
+        num_logprob_micro_batches=len(plan.ranks[0].logprobs),
+        samples_per_micro_batch=sum(len(batch) for batch in batches) / len(batches),
+        fill=(tokens - shared) / room,
+        shared_prompt_tokens=shared,
+        padding_fraction=1 - tokens / padded,
+        token_imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         # Ranks wait for each other once in a step, or, with sharded parameters, at every micro-batch.
-        "packing/work_imbalance": float(work.sum(axis=1).max() / work.sum(axis=1).mean()),
-        "packing/wait_imbalance": float(work.max(axis=0).sum() / work.mean(axis=0).sum()),
-    }
+        work_imbalance=float(work.sum(axis=1).max() / work.sum(axis=1).mean()),
+        wait_imbalance=float(work.max(axis=0).sum() / work.mean(axis=0).sum()),
+    )
 
 
 def _padded_tokens(rule: MicroBatching, micro_batch: MicroBatch) -> int:

@@ -29,7 +29,7 @@ from nemo_rl.algorithms.trainers.metrics import (
     by_task,
     flops_metrics,
     idle_verdict,
-    packing_metrics,
+    measure_packing,
     performance_metrics,
     rollout_metrics,
     turn_metrics,
@@ -44,14 +44,14 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SamplingParams
+from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SamplingParams, TrainResult
 from nemo_rl.utils.checkpoint.save import StateWrite
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.parts.server import EngineServer
     from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 
-TOKEN_ERROR, SAMPLE_ERROR = "train/token_mult_prob_error", "train/sample_mult_prob_error_max"
+TOKEN_ERROR, SAMPLE_ERROR = "token_mult_prob_error", "sample_mult_prob_error_max"
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
 
@@ -182,7 +182,8 @@ class RolloutTrainer(Trainer):
             global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,
         )
-        self.record("train", packing_metrics(plan, self.batching))
+        self.packing = measure_packing(plan, self.batching)
+        self.record("train", self.packing.metrics())
         if self.tools.recorder is not None:
             self.tools.recorder.choose_samples(plan, groups)
         with self.phase("data_processing"):
@@ -204,20 +205,23 @@ class RolloutTrainer(Trainer):
             self.recovery.sync(version)
         self.source.after_sync(version)
 
-    def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, *, num_passes: int = 1) -> None:
+    def report(
+        self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, trained: TrainResult, *, num_passes: int = 1
+    ) -> None:
         """Metrics of the step from metadata and from the environments.
 
-        Rollout metrics cover all generated samples, and the throughput of training the trained ones. `num_passes`:
-        passes of training over the plan; 0 if the step did not train the policy.
+        Rollout metrics cover all generated samples, and the throughput of training the trained ones. `trained`: of
+        the optimizer steps. `num_passes`: passes of training over the plan; 0 if the step did not train the policy.
         """
         generated = [sample for handle in self.generated for sample in handle.samples]
-        trained = [row for group in trained_groups for row in group.rows]
+        rows = [row for group in trained_groups for row in group.rows]
         self.state.consumed_samples += len(generated)
         environment_metrics, self.environment_metrics = self.environment_metrics(), dict  # it held the groups
         self.record("train", environment_metrics)
         version, run = self.state.total_steps, self.config
         of_rollouts = partial(rollout_metrics, current_weight_version=version)
-        self.record("train", of_rollouts(self.generated))
+        sampled = of_rollouts(self.generated)
+        self.record("train", sampled)
         tasks = self.requests.prompts.dataset.task_names
         self.record("train", by_task(of_rollouts, self.generated, tasks, metric_names.TASK))
         self.record("train", turn_metrics(generated, max_turns=run.rollout.max_rollout_turns))
@@ -227,14 +231,14 @@ class RolloutTrainer(Trainer):
         if self.drafts is not None:
             self.record("train", self.drafts.metrics())
         num_failed = sum(sample.status.is_failure for sample in generated)
-        num_tokens = sum(row.length for row in trained)
+        num_tokens = sum(row.length for row in rows)
         self.record("train", {"num_failed_samples": num_failed, "total_num_tokens": num_tokens})
 
         seconds = self.timer.get_timing_metrics("sum")
         seconds["total_step_time"] = step_s = sum(seconds.values())
         num_training = run.training_cluster.num_workers
-        valid_tokens = self.metrics["train/global_valid_toks"]
-        self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / step_s / run.cluster.num_workers})
+        valid_tokens_per_s = trained.num_valid_tokens / step_s
+        self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens_per_s / run.cluster.num_workers})
         throughput = performance_metrics(
             seconds,
             self.rollouts.generation_use(),
@@ -254,7 +258,7 @@ class RolloutTrainer(Trainer):
         if self.tools.recorder is not None:
             self.tools.recorder.groups(version + 1, self.generated, trained_groups, plan)
         token_bytes = self.policy.controller_tensor_bytes + self.rollouts.controller_tensor_bytes
-        throughput["average_token_imbalance"] = self.metrics["train/packing/token_imbalance"]
+        throughput["average_token_imbalance"] = self.packing.token_imbalance
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
         if run.policy.router_replay.enabled:
@@ -265,15 +269,15 @@ class RolloutTrainer(Trainer):
             # Once for each group: the tower repeats an image only where the group is in several micro-batches.
             seen = ({k: n for row in group.rows for k, n in row.images.items()} for group in trained_groups)
             train_flops = num_passes * self.flops.train(
-                [row.length for row in trained],
+                [row.length for row in rows],
                 [num_pixels for images in seen for num_pixels in images.values()],
                 has_adapters=run.policy.adapters.enabled,
-                shared_tokens=self.metrics["train/packing/shared_prompt_tokens"],
+                shared_tokens=self.packing.shared_prompt_tokens,
             )
             throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 
-        self.look_into_disagreement(trained_groups)
+        self.look_into_disagreement(trained_groups, trained, oldest_lag=sampled["weight_version_lag/max"])
 
     def compare_with_prediction(
         self, groups: Sequence[GroupHandle], has_logprob_pass: bool, has_reference_pass: bool
@@ -300,14 +304,17 @@ class RolloutTrainer(Trainer):
             phases = predict(self.flops, self.policy.gpu, layout, work, assumed)
             self.record("performance", {f"{name}/{phase}": s for phase, s in phases.items() if phase in timed})
 
-    def look_into_disagreement(self, groups: Sequence[GroupHandle]) -> None:
-        """Name the cause when training and generation begin to disagree by more than `logger.alarms` allows."""
+    def look_into_disagreement(self, groups: Sequence[GroupHandle], trained: TrainResult, *, oldest_lag: float) -> None:
+        """Name the cause when training and generation begin to disagree by more than `logger.alarms` allows.
+
+        `oldest_lag`: weight updates since the oldest sample of the step.
+        """
         alarms = self.config.logger.alarms
         limits = {TOKEN_ERROR: alarms.disagreement, SAMPLE_ERROR: alarms.sample_disagreement}
-        errors = {name: self.metrics.get(name, 1.0) for name in limits}
+        errors = {name: trained.metrics.get(name, 1.0) for name in limits}  # absent if the policy was not trained
         is_high = any(limit is not None and not errors[name] <= limit for name, limit in limits.items())
         # Samples of older weights than those trained have other probabilities by design.
-        is_by_design = self.metrics["train/weight_version_lag/max"] > 0 and max(errors.values()) < math.inf
+        is_by_design = oldest_lag > 0 and max(errors.values()) < math.inf
         is_high = is_high and not is_by_design
         is_new, self.disagrees = is_high and not self.disagrees, is_high
         if not alarms.enabled or not is_new or self.generation is None:

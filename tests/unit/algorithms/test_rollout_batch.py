@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.plan.batch import plan_batch, plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
-from nemo_rl.algorithms.trainers.metrics import packing_metrics
+from nemo_rl.algorithms.trainers.metrics import measure_packing
 from nemo_rl.config.rules import round_up
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.models.policy.config import RolloutPolicyConfig
@@ -105,7 +105,7 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
             keys = [batching.cost(mb) if by_cost else max(s.longest for s in mb) for mb in micro_batches]
             in_order = keys == sorted(keys, reverse=True) or (batching.shares_prompts and not by_cost)
             assert in_order, "ranks wait for each other: the costliest first, on all of them"
-    metrics = packing_metrics(plan, batching)
+    metrics = measure_packing(plan, batching).metrics()
     assert metrics.keys() == metric_names.PACKING
     assert 0 < metrics["packing/fill"] <= 1 and 0 <= metrics["packing/padding_fraction"] < 1
     assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
@@ -188,7 +188,7 @@ def test_dynamic_batches_take_what_the_budget_of_padded_tokens_allows():
     plan = plan_of([64, 60, 33, 30, 16, 10, 9, 3], padded(128, 64, 16), num_ranks=1, global_batch_size=8)
     assert lengths_of(plan.ranks[0].train[0]) == [[64, 60], [33, 30], [16, 10, 9, 3]]
     assert lengths_of(plan.ranks[0].logprobs) == [[64], [60], [33], [30, 16], [10, 9, 3]]
-    metrics = packing_metrics(plan, padded(128, 64, 16))
+    metrics = measure_packing(plan, padded(128, 64, 16)).metrics()
     assert metrics["packing/fill"] == pytest.approx(225 / (3 * 128))
     assert metrics["packing/padding_fraction"] == pytest.approx(1 - 225 / (2 * 64 + 2 * 48 + 4 * 16))
 
@@ -198,7 +198,7 @@ def test_packed_batches_are_as_few_as_will_do_and_level():
     plan = plan_of(lengths, packed(100, 200), num_ranks=2, global_batch_size=16)
     assert [len(rank.train[0]) for rank in plan.ranks] == [4, 4], "800 tokens by 100"
     assert [len(rank.logprobs) for rank in plan.ranks] == [2, 2]
-    assert packing_metrics(plan, packed(100, 200))["packing/fill"] == 1.0
+    assert measure_packing(plan, packed(100, 200)).fill == 1.0
     # With room to spare the micro-batches are even, not the first full and the last empty.
     plan = plan_of(lengths, packed(300, 300), num_ranks=2, global_batch_size=16)
     assert [sorted(map(sum, lengths_of(rank.train[0]))) for rank in plan.ranks] == [[200, 200], [200, 200]]
@@ -214,7 +214,7 @@ def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
     lengths = np.random.default_rng(5).lognormal(math.log(512), 0.6, 1024).clip(1, 2048).astype(int).tolist()
     for batching in (packed(8192, 8192), padded(8192, 8192, 64), fixed(4, 4)):
         plan = plan_of(lengths, batching, num_ranks=8, global_batch_size=1024)
-        metrics = packing_metrics(plan, batching)
+        metrics = measure_packing(plan, batching).metrics()
         assert metrics["packing/work_imbalance"] < 1.01 and metrics["packing/wait_imbalance"] < 1.03
 
 
