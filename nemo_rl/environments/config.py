@@ -148,6 +148,10 @@ class PythonToolsEnvironmentConfig(ProgramsConfig):
     math_verify_impl: MathVerifier = "hf_math_verify"
     """How an answer is compared with the expected one."""
 
+    published_rules: bool = False
+    """Judge as published numbers were judged: by math-verify alone, by the rule of the DAPO paper, or by those of
+    simple-evals for multiple choice. false: with our corrections (`docs/guides/environments.md`)."""
+
     verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for checking one answer; after it the process is ended and the answer counts as wrong."""
 
@@ -453,6 +457,10 @@ class MathEnvironmentConfig(StrictModel):
 
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
     """The kind of the expected answer."""
+
+    published_rules: bool = False
+    """Judge as published numbers were judged: by math-verify alone, by the rule of the DAPO paper, or by those of
+    simple-evals for multiple choice. false: with our corrections (`docs/guides/environments.md`)."""
 
     verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for checking one answer; after it the process is ended and the answer counts as wrong."""

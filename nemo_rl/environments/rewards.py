@@ -17,7 +17,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.environments.config import Pattern, PatternWithGroup, RewardFunctionConfig
-from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died
+from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died, offered
 from nemo_rl.utils.registry import find
 from nemo_rl.utils.task_formats import one_text
 
@@ -171,6 +171,7 @@ def math_expression(
     answer_tag: Text = "answer",
     math_verify_impl: Verifier = "hf_math_verify",
     verify_timeout_s: Annotated[float, Field(gt=0)] = 5.0,
+    published_rules: bool = False,
 ) -> float:
     """1 if the response gives a mathematical expression equal to `metadata[key]`, as the math environment checks it.
 
@@ -182,7 +183,7 @@ def math_expression(
     response = response_text(messages)
     if tagged := find_answers(response, answer_tag):
         response = as_response(tagged[-1], math_verify_impl)
-    job = Verification(math_verify_impl, response, _expected(metadata, key))
+    job = Verification(math_verify_impl, response, _expected(metadata, key), offered(metadata), published_rules)
     pools: dict[float, VerifierPool] = _verifiers.__dict__.setdefault("pools", {})
     if verify_timeout_s not in pools:
         pools[verify_timeout_s] = VerifierPool(1, verify_timeout_s)

@@ -114,7 +114,7 @@ def math_data_processor(row: Row, idx: int) -> PromptParts:
 def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
     """Row {"question" or problem, "options": {"A": text, ...}, "answer" or expected_answer: letter}, options listed.
 
-    Raises ValueError if the row has no options.
+    Metadata {"ground_truth": letter, "options": options}. Raises ValueError if the row has no options.
     """
     if "options" not in row:
         raise ValueError(
@@ -130,7 +130,7 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         if text is not None
     }
     options = "\n".join(f"{letter}) {text}" for letter, text in texts.items())
-    return _question(f"{question}\n\n{options}", {"ground_truth": answer})
+    return _question(f"{question}\n\n{options}", {"ground_truth": answer, "options": texts})
 
 
 @prompt_processor

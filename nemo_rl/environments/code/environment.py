@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 
+from nemo_rl.environments.code.blocks import find_blocks, find_program
 from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import CodeEnvironmentConfig, CodeJaccardEnvironmentConfig
@@ -33,8 +34,8 @@ class CodeJaccardEnvironment(EnvironmentInterface[Any]):
         rewards = []
         for log, known in zip(message_log_batch, metadata, strict=True):
             response = response_text(log)
-            blocks = re.findall(r"```\w*\n(.*?)```", response, re.DOTALL)
-            own = set(re.findall(r"\w+", (blocks or [response])[-1]))
+            blocks = [block for block in find_blocks(response) if block.is_complete]
+            own = set(re.findall(r"\w+", blocks[-1].text if blocks else response))
             expected = set(re.findall(r"\w+", known["ground_truth"]))
             rewards.append(len(own & expected) / max(1, len(own | expected)))
         return one_turn([f"{reward:.4g}" for reward in rewards], metadata, torch.tensor(rewards))
@@ -46,7 +47,9 @@ class CodeJaccardEnvironment(EnvironmentInterface[Any]):
 class CodeMetadata(TypedDict):
     """A row has `tests` or `ground_truth`; the rest is the state of an episode."""
 
-    tests: NotRequired[list[Any]]  # {"input": stdin, "output": expected stdout}, or source with assertions
+    tests: NotRequired[
+        list[Any]
+    ]  # {"input": stdin, "output": expected stdout}, texts or lists of lines, or source with assertions
     ground_truth: NotRequired[str]  # expected stdout of the program without input
     best_score: NotRequired[float]
 
@@ -156,7 +159,7 @@ def read_tests(metadata: Mapping[str, Any]) -> list[Test]:
         if isinstance(test, str):
             found.append(Test(check=test))
         elif isinstance(test, Mapping) and set(test) == {"input", "output"}:
-            stdin, expected = (one_text(test[key], f"as {key} of a test") for key in ("input", "output"))
+            stdin, expected = (_lines(test[key], f"as {key} of a test") for key in ("input", "output"))
             found.append(Test(stdin=stdin, expected=expected))
         else:
             raise ValueError(
@@ -166,21 +169,12 @@ def read_tests(metadata: Mapping[str, Any]) -> list[Test]:
     return found
 
 
-# Programs in the model's text, and results as text
+def _lines(value: Any, where: str) -> str:
+    """A text, or a list of its lines. ValueError for anything else."""
+    return "\n".join(one_text(line, where) for line in value) if isinstance(value, list) else one_text(value, where)
 
-CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
-FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
-
-def find_program(text: str) -> str | None:
-    """The program of a turn: its `<code>` blocks in order, else its last fenced block of Python, else None.
-
-    The last block may be open: a stop string may end the turn before the mark.
-    """
-    if blocks := CODE.findall(text):
-        return "\n".join(block.strip("\n") for block in blocks)
-    fenced = FENCED.findall(text)
-    return fenced[-1] if fenced else None
+# Results as text
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from nemo_rl.environments.client import Outcome, as_return, excerpt, step_each
+from nemo_rl.environments.code.blocks import find_blocks
 from nemo_rl.environments.code.environment import describe, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
@@ -54,7 +55,7 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         tools = [built_in[name] if name in built_in else import_tool(name) for name in self.cfg.tools]
         self.tools = {tool.name: tool for tool in tools}
         self.may_repeat_step = built_in.keys() >= set(self.cfg.tools)  # others may have effects
-        of_verifier = {"num_workers", "math_verify_impl", "verify_timeout_s"}
+        of_verifier = {"num_workers", "math_verify_impl", "published_rules", "verify_timeout_s"}
         self.verifier = MathEnvironment(self.cfg.model_dump(include=of_verifier))
         self.threads = ThreadPoolExecutor(max_workers=self.cfg.num_workers, thread_name_prefix="tools")
         self.num_calls = self.num_refused = 0
@@ -165,7 +166,6 @@ def import_tool(path: str) -> Tool:
 # Calls in the model's text
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-FENCED = re.compile(r"```tool_code[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -195,7 +195,7 @@ def find_calls(text: str) -> list[ToolCall]:
     """
     if calls := CALL.findall(text):
         return [_parse(call.strip()) for call in calls]
-    return [ToolCall("python", {"code": block}) for block in FENCED.findall(text)]
+    return [ToolCall("python", {"code": block.text}) for block in find_blocks(text) if block.language == "tool_code"]
 
 
 def numbered(results: list[str], num_calls: int) -> str:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
-from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died
+from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died, offered
 from nemo_rl.environments.rewards import as_response, find_answers, format_reward, response_text
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.task_formats import one_text
 
 
 class MathMetadata(TypedDict):
-    """The metadata of a row: the expected answer."""
+    """The metadata of a row: the expected answer, and the options of a multiple-choice question, letter -> text."""
 
     ground_truth: str
+    options: NotRequired[dict[str, str]]
 
 
 class MathEnvironment(EnvironmentInterface[MathMetadata]):
@@ -38,8 +39,14 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
     ) -> EnvironmentReturn[MathMetadata]:
         """One turn, then the episode is over. A verification that ends its process has no verdict: see `failures`."""
         jobs = [
-            Verification(self.verifier, response_text(log), one_text(truth["ground_truth"], "as ground_truth"))
-            for log, truth in zip(message_log_batch, metadata, strict=True)
+            Verification(
+                self.verifier,
+                response_text(log),
+                one_text(known["ground_truth"], "as ground_truth"),
+                offered(known),
+                self.cfg.published_rules,
+            )
+            for log, known in zip(message_log_batch, metadata, strict=True)
         ]
         results = self.pool.run(jobs)
         self.num_timed_out += sum(result.failure == "timeout" for result in results)

@@ -1,6 +1,6 @@
 """Is this the answer? Verifiers, and the pool of processes that run them under a time limit.
 
-A verifier is a pure function (response, ground truth) -> (correct, extracted answer or None). Started with
+A verifier is a pure function of a `Verification` -> (correct, extracted answer or None). Started with
 `python -m nemo_rl.environments.math.verification <limit in s>`, this module is such a process. It imports no torch, so
 that it starts quickly. The pool is our own: the executors of the standard library cannot end one process that hangs.
 """
@@ -14,19 +14,47 @@ import resource
 import signal
 import subprocess
 import sys
-import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_rl.environments.line_process import LineWorker, WorkerPool, next_job
+from nemo_rl.environments.math import published
+from nemo_rl.environments.math.multichoice import find_letter, true_letter
+from nemo_rl.environments.math.notation import bare_truth, plain
 
 logger = logging.getLogger(__name__)
 
 Verdict = tuple[bool, str | None]
+
+MAX_LOGGED_CHARACTERS = 200
+
+
+class Verification(NamedTuple):
+    """A response to check against a ground truth. `verifier` is a name of VERIFIERS.
+
+    `options` are the letters of a multiple-choice question (`offered`). `published_rules` leaves out our corrections.
+    """
+
+    verifier: str
+    response: str
+    ground_truth: str
+    options: str = ""
+    published_rules: bool = False
+
+    def __str__(self) -> str:
+        truth, response = self.ground_truth[:MAX_LOGGED_CHARACTERS], self.response[-MAX_LOGGED_CHARACTERS:]
+        return f"ground truth {truth!r}, response {response!r}"
+
+
+def offered(metadata: Any) -> str:
+    """The letters of `metadata["options"]`, letter -> text. "" without options: every letter counts then."""
+    options = metadata.get("options") if isinstance(metadata, Mapping) else None
+    return "".join(options).upper() if isinstance(options, Mapping) else ""
+
 
 BOXED_INTEGER = re.compile(r"\s*\\boxed\{(-?[1-9]\d{0,17}|0)\}\s*")
 INTEGER = re.compile(r"-?[1-9]\d{0,17}|0")
@@ -43,16 +71,16 @@ def exact_integer(response: str, ground_truth: str) -> Verdict | None:
     return found[1] == ground_truth, found[1]
 
 
-def hf_math_verify(response: str, ground_truth: str) -> Verdict:
+def hf_math_verify(job: Verification) -> Verdict:
     """Mathematical equality by the math-verify package. May take arbitrarily long: run it under a time limit."""
     parse_truth, parse_response, verify = _math_verify()
-    answer = parse_response(response)
-    correct = bool(verify(parse_truth(ground_truth), answer))
+    answer = parse_response(job.response if job.published_rules else plain(job.response))
+    correct = bool(verify(parse_truth(job.ground_truth, job.published_rules), answer))
     return correct, next((part for part in answer if isinstance(part, str)), None)
 
 
 @cache
-def _math_verify() -> tuple[Callable[[str], Any], Callable[[str], Any], Callable[[Any, Any], bool]]:
+def _math_verify() -> tuple[Callable[[str, bool], Any], Callable[[str], Any], Callable[[Any, Any], bool]]:
     """Functions of math-verify: parse a ground truth (once for all answers to it), parse a response, compare."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -62,8 +90,9 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[str], Any], Callable
     latex, any_form = (LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig())
 
     @lru_cache(maxsize=1024)
-    def parse_truth(ground_truth: str) -> Any:
-        return parse(f"\\boxed{{{ground_truth}}}", latex, parsing_timeout=no_limit)
+    def parse_truth(ground_truth: str, published_rules: bool) -> Any:
+        truth = ground_truth if published_rules else plain(bare_truth(ground_truth))
+        return parse(f"\\boxed{{{truth}}}", latex, parsing_timeout=no_limit)
 
     return (
         parse_truth,
@@ -72,17 +101,18 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[str], Any], Callable
     )
 
 
-ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-NUM_TAIL_CHARACTERS = 300
+ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*:\s*([^\n]+)")
 
 
-def dapo_math_verify(response: str, ground_truth: str) -> Verdict:
-    """The rule of the DAPO paper's data: the last "Answer: ..." near the end, equal as normalised text."""
-    found = ANSWER_LINE.findall(response[-NUM_TAIL_CHARACTERS:])
+def dapo_math_verify(job: Verification) -> Verdict:
+    """The last "Answer: ..." near the end, equal as normalised text: the rule of the DAPO paper's data, corrected."""
+    if job.published_rules:
+        return published.dapo(job.response, job.ground_truth)
+    found = ANSWER_LINE.findall(job.response[-published.NUM_TAIL_CHARACTERS :])
     if not found:
         return False, None
-    answer = normalize_answer(found[-1])
-    return answer == normalize_answer(ground_truth), answer
+    answer = normalize_answer(plain(found[-1]))
+    return answer == normalize_answer(plain(bare_truth(job.ground_truth))), answer
 
 
 def normalize_answer(text: str) -> str:
@@ -90,7 +120,7 @@ def normalize_answer(text: str) -> str:
 
     "x = \boxed{1{,}024}." -> "1024"
     """
-    text = text.strip().rstrip(".").rpartition("=")[2]
+    text = text.strip("*_ \t\r").rstrip(".").rpartition("=")[2]
     boxed = re.search(r"\\boxed\{(.*)\}", text)
     text = boxed[1] if boxed else text
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
@@ -101,57 +131,25 @@ def normalize_answer(text: str) -> str:
     return re.sub(r"\s+", "", text).rstrip(".")
 
 
-ANSWER_WORDS = r"""
-    answer(?:\s+is)? antwort réponse respuesta resposta risposta jawaban jibu ìdáhùn idahun 答案是? 答え 回答 정답 답변
-    답 الإجابة الجواب उत्तर উত্তর
-"""
-# Letters that stand for A, B, C, D elsewhere: Arabic, Bengali, Hindi.
-LETTERS = {
-    **dict(zip("أبجد", "ABCD", strict=True)),
-    **dict(zip("অবসড", "ABCD", strict=True)),
-    **dict(zip("अबसड", "ABCD", strict=True)),
-}
-
-
-def _answer_pattern(words: str, others: str = "") -> re.Pattern[str]:
-    """The letter, A to Z or one of `others`, behind one of the words.
-
-    Behind a colon or a bracket it may be small. Elsewhere a small letter is a word ("the answer is a tensor"), and so
-    is "I" before another word.
-    """
-    # White space is matched in one way only: several `\s*` in a row take cubic time on a thousand spaces.
-    marked, bare = r":\s*(?:[*(\[]+\s*)?|[*(\[]+\s*", rf"(?=[A-Z{others}])(?!I[\s'\u2019]+[a-z])"
-    return re.compile(rf"(?i:{words})\s*(?:{marked}|{bare})([A-Za-z{others}])(?![A-Za-z])")
-
-
-ENGLISH_ANSWER = _answer_pattern(r"answer(?:\s*is)?")
-MULTILINGUAL_ANSWER = _answer_pattern("|".join(ANSWER_WORDS.split()), "".join(LETTERS))
-
-# Marks around a letter that stand for a bracket, and marks that mean nothing.
-OPENING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)")
-DECORATION = re.compile(r"\*\*|[${}\\]")
-
-
-def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
-    found = pattern.findall(DECORATION.sub("", OPENING.sub("(", response)))
-    return found[-1] if found else None
-
-
-def english_multichoice(response: str, ground_truth: str) -> Verdict:
+def english_multichoice(job: Verification) -> Verdict:
     """The letter behind the last "Answer:" of the response."""
-    letter = _last_letter(ENGLISH_ANSWER, response)
-    answer = letter.upper() if letter else None
-    return answer == ground_truth.strip().upper(), answer
+    if job.published_rules:
+        answer = published.english_letter(job.response, job.options)
+    else:
+        answer = find_letter(job.response, job.options, multilingual=False)
+    return answer == true_letter(job.ground_truth), answer
 
 
-def multilingual_multichoice(response: str, ground_truth: str) -> Verdict:
+def multilingual_multichoice(job: Verification) -> Verdict:
     """The letter behind the last word for "answer", in any of some twenty languages, and their letters."""
-    letter = _last_letter(MULTILINGUAL_ANSWER, unicodedata.normalize("NFKC", response))
-    answer = LETTERS.get(letter, letter.upper()) if letter else None
-    return answer == ground_truth.strip().upper(), answer
+    if job.published_rules:
+        answer = published.multilingual_letter(job.response, job.options)
+    else:
+        answer = find_letter(job.response, job.options, multilingual=True)
+    return answer == true_letter(job.ground_truth), answer
 
 
-VERIFIERS: dict[str, Callable[[str, str], Verdict]] = {
+VERIFIERS: dict[str, Callable[[Verification], Verdict]] = {
     "hf_math_verify": hf_math_verify,
     "dapo_math_verify": dapo_math_verify,
     "english_multichoice": english_multichoice,
@@ -164,20 +162,6 @@ VERIFIERS: dict[str, Callable[[str, str], Verdict]] = {
 START_TIMEOUT_S = 120.0
 MAX_SENT = 4  # jobs that a process has at a time, so that it need not wait for the next one
 MAX_SENT_BYTES = 1 << 15  # of these jobs together: they fit into the pipe of a process that hangs
-MAX_LOGGED_CHARACTERS = 200
-
-
-@dataclass(frozen=True)
-class Verification:
-    """A response to check against a ground truth. `verifier` is a name of VERIFIERS."""
-
-    verifier: str
-    response: str
-    ground_truth: str
-
-    def __str__(self) -> str:
-        truth, response = self.ground_truth[:MAX_LOGGED_CHARACTERS], self.response[-MAX_LOGGED_CHARACTERS:]
-        return f"ground truth {truth!r}, response {response!r}"
 
 
 @dataclass(frozen=True)
@@ -211,7 +195,7 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
                 if certain is not None:
                     yield number, VerificationResult(*certain)
                     continue
-                line = json.dumps([job.verifier, job.response, job.ground_truth]).encode()
+                line = json.dumps(job).encode()
                 is_ahead = len(sent) > 0
                 if is_ahead and sum(size for _, _, size in sent) + len(line) > MAX_SENT_BYTES:
                     jobs.appendleft(taken)
@@ -234,7 +218,7 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
 
     def run(self, job: Verification, times: int = 2) -> VerificationResult:
         """Run one job alone, in at most `times` new processes."""
-        line = json.dumps([job.verifier, job.response, job.ground_truth]).encode()
+        line = json.dumps(job).encode()
         for _ in range(times):
             self.close()
             result = self._receive(job) if self._send(line) else None
@@ -290,7 +274,7 @@ GRACE_S = 2.0  # the pool kills earlier, unless its own process has ended
 
 
 def main() -> None:
-    """Read [verifier, response, ground truth] and write [correct, extracted answer] as JSON lines, after "ready".
+    """Read jobs and write [correct, extracted answer] as JSON lines, after "ready".
 
     The process ends with its standard input, and by itself if a verification outlives its limit and nobody kills it.
     """
@@ -298,17 +282,17 @@ def main() -> None:
     replies = sys.stdout
     sys.stdout = sys.stderr  # output of libraries must not get between the replies
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    hf_math_verify("\\boxed{1}", "1")  # imports
+    hf_math_verify(Verification("hf_math_verify", "\\boxed{1}", "1"))  # imports
     replies.write('"ready"\n')
     replies.flush()
     for line in sys.stdin:
-        name, response, ground_truth = json.loads(line)
-        verifier = VERIFIERS[name]  # outside the try: an unknown name is not a wrong answer
+        job = Verification(*json.loads(line))
+        verifier = VERIFIERS[job.verifier]  # outside the try: an unknown name is not a wrong answer
         signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)  # SIGALRM at its default ends the process
         try:
-            verdict = verifier(response, ground_truth)
+            verdict = verifier(job)
         except WRONG as error:
-            logger.info("%s: %r", name, error)
+            logger.info("%s: %r", job.verifier, error)
             verdict = (False, None)
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps(verdict) + "\n")

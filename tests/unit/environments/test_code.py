@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl.data.rows.processors import find_processor
-from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests
+from nemo_rl.environments.code.environment import CodeEnvironment, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
 from tests.conversations import answered as said
 from tests.unit.environments.test_retrieval import play
@@ -24,18 +24,6 @@ def environments():
         environment.shutdown()
 
 
-def test_programs_are_found() -> None:
-    for text, program in {
-        "so <code>print(1)</code> it is": "print(1)",
-        "<code>\nx = 1\n</code> and <code>print(x)</code>": "x = 1\nprint(x)",
-        "<code>print(1)": "print(1)",  # a stop string ended the turn
-        "```python\nprint(1)\n```\nbetter:\n```py\nprint(2)\n```": "print(2)\n",
-        "```\nprint(1)\n```": None,
-        "nothing": None,
-    }.items():
-        assert find_program(text) == program, text
-
-
 def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
     double = "<code>n = int(input())\nprint(2 * n)</code>"
     function = "```python\ndef f(x):\n    return x + 1\n```"
@@ -45,6 +33,13 @@ def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
         (function, {"tests": ["assert f(1) == 2", "assert f(1) == 3", "assert f(0) == 1"]}, 0.0, 2 / 3),
         (function, {"tests": ["assert f(1) == 2"]}, 1.0, 1.0),
         ("<code>print(12)</code>", {"ground_truth": "12"}, 1.0, 1.0),
+        (
+            "<code>print(input() + input())\nexit()</code>",
+            {"tests": [{"input": ["1", "2"], "output": ["12"]}]},
+            1.0,
+            1.0,
+        ),
+        ("<code>print(1)\nprint(2)\nquit(0)</code>", {"tests": [{"input": "", "output": ["1", "2"]}]}, 1.0, 1.0),
         ("<code>print(13)</code>", {"ground_truth": "12"}, 0.0, 0.0),
         ("<code>print(12)\n1 / 0</code>", {"ground_truth": "12"}, 0.0, 0.0),
         ("<code>import os\nos._exit(0)</code>", {"tests": ["assert f(1) == 2"]}, 0.0, 0.0),
@@ -56,7 +51,7 @@ def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
     assert fraction.rewards.tolist() == pytest.approx([part for *_, part in cases])
     assert all_pass.terminateds.all()
     assert fraction.terminateds.tolist() == [reward == 1.0 or text == "12" for text, _, reward, _ in cases]
-    assert all_pass.answers is not None and all_pass.answers[4:6] == ["12", "13"]
+    assert all_pass.answers is not None and all_pass.answers[4:5] + all_pass.answers[7:8] == ["12", "13"]
 
 
 def test_a_forged_finish_passes_no_test_of_input_and_output(environments) -> None:

@@ -178,6 +178,9 @@ def test_mathematics_between_tags_may_be_written_as_text():
     right = ("5.", "$5$.", "$ 5. $", r"\(5\).", "5 cm.", "x = 5°", r"$5^\circ$.", r"\boxed{5}.", "5.0", "15/3")
     for answer, value in [*((text, 1.0) for text in right), (".5", 0.0), ("5.5.", 0.0), ("...", 0.0), ("", 0.0)]:
         assert rewards.math_expression(log(f"<answer>{answer}\n</answer>"), {"ground_truth": "5"}) == value, answer
+    percent = {"ground_truth": "50%"}
+    assert rewards.math_expression(log("\\boxed{50}"), percent) == 1.0
+    assert rewards.math_expression(log("\\boxed{50}"), percent, published_rules=True) == 0.0
 
 
 def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
