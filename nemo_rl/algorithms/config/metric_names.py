@@ -33,7 +33,8 @@ ROLLOUT = frozenset(
         *("total_num_tokens", "mean_prompt_length", "mean_total_tokens_per_sample", "mean_env_tokens_per_sample"),
         *("mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_gen_tokens_per_turn"),
         *("total_turns", "avg_turns_per_sample", "max_turns_per_sample", "max_turns_reached_rate"),
-        *("natural_termination_rate", "truncation_rate", "timed_out_rate", "repetition_loop_rate"),
+        *("natural_termination_rate", "truncation_rate", "right_but_cut_rate"),
+        *("timed_out_rate", "repetition_loop_rate"),
         *("truncated_by_turn_tokens_rate", "truncated_by_total_tokens_rate"),
         *("weight_version_lag/mean", "weight_version_lag/max"),
     }

@@ -23,6 +23,7 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
     """Statistics of all samples of a step. `reward` is the environments' reward, before scaling and shaping.
 
     Means and rates are over the samples with a reward, NaN if there are none; `failed_sample_rate` is over all samples.
+    `right_but_cut_rate` is the share of samples that a limit cut off and that have a reward of at least 1.
     `weight_version_lag` is the number of weight updates since the weights that sampled it. All rows of an agent's
     sample count, except for `mean_prompt_length`.
     """
@@ -46,6 +47,7 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
         "max_turns_per_sample": _max(turns),
         "natural_termination_rate": _mean([sample.status is SampleStatus.COMPLETED for sample in scored]),
         "truncation_rate": _mean([sample.status is SampleStatus.TRUNCATED for sample in scored]),
+        "right_but_cut_rate": _mean([s.reward >= 1.0 and s.status is SampleStatus.TRUNCATED for s in scored]),
         "repetition_loop_rate": _mean([sample.ends_in_loop for sample in scored]),
         "mean_total_tokens_per_sample": _mean([sum(row.length for row in sample.rows) for sample in scored]),
         "mean_gen_tokens_per_sample": _mean(generated),

@@ -23,20 +23,21 @@ from tests.unit.config.run_configs import build
 
 
 def test_rollout_metrics_by_hand():
-    truncated = sample(0.0, SampleStatus.TRUNCATED, prompt=4, generated=10, version=3)
+    truncated = sample(1.0, SampleStatus.TRUNCATED, prompt=4, generated=10, version=3)
     handles = [
         handle(sample(1.0, prompt=4, generated=6, env=2, turns=3, version=5), truncated),
         handle(sample(0.0, SampleStatus.FAILED), sample(1.0, prompt=8, generated=2, turns=2, version=5)),
         handle(*[sample(0.0, SampleStatus.PROMPT_TOO_LONG)] * 2),
     ]
     rates = {"natural_termination_rate": 2 / 3, "truncation_rate": 1 / 3, "repetition_loop_rate": 0.0}
+    rates |= {"right_but_cut_rate": 1 / 3}
     rates |= {"failed_sample_rate": 1 / 6, "num_prompts_too_long": 1.0}
     turns = {"total_turns": 6.0, "avg_turns_per_sample": 2.0, "max_turns_per_sample": 3.0}
     tokens = {"mean_total": 12.0, "mean_gen": 6.0, "max_gen": 10.0, "mean_env": 2 / 3}
     tokens = {f"{name}_tokens_per_sample": number for name, number in tokens.items()}
     lags = {"weight_version_lag/mean": 2 / 3, "weight_version_lag/max": 2.0, "mean_prompt_length": 16 / 3}
     found = metrics.rollout_metrics(handles, current_weight_version=5)
-    assert found == pytest.approx({"reward": 2 / 3} | rates | turns | tokens | lags)
+    assert found == pytest.approx({"reward": 1.0} | rates | turns | tokens | lags)
 
 
 def played(*turns: tuple[float, int], status: SampleStatus = SampleStatus.COMPLETED, **cut: bool) -> SampleMeta:
