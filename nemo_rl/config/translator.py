@@ -92,10 +92,12 @@ class Translator:
 
     def comes_first(self, override: str) -> bool:
         """Whether an override counts before `old_forms`, which chooses the validation set of the dataset."""
-        data, key = self.tree.values.get("data"), override.lstrip("+~").partition("=")[0].strip()
-        flat = (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, *table.FILES, "train.dataset_name")
+        data, (key, _, value) = self.tree.values.get("data"), override.lstrip("+~").partition("=")
+        flat = (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, *table.FILES)
+        whole = ("data", "data.train", "data.train.dataset_name", "data.validation", "data.validation.dataset_name")
         is_old = isinstance(data, dict) and "dataset_name" in data and not self._is_puzzle()
-        return is_old and key in [f"data.{name}" for name in flat]
+        is_named = key.strip() in (*whole, *(f"data.{name}" for name in flat))
+        return is_old and is_named and (key.strip() != "data.validation" or value.strip() not in ("", "null"))
 
     # Old forms
 
@@ -190,7 +192,12 @@ class Translator:
             columns = {key: data[key] for key in flat if key.endswith("_key")}
             self._validation_set(name, columns)
         for key in flat:
-            self._move(("data", key), ("data", *table.FILES.get(key, ("train", key))), whole)
+            place = table.FILES.get(key, ("train", key))
+            if isinstance(data.get(place[0]), list):
+                self.tree.delete(("data", key))
+                self.remark(("data", key), f"does not count: data.{place[0]} lists the datasets")
+            else:
+                self._move(("data", key), ("data", *place), whole)
         self._defaults_of_datasets()
 
     def _validation_set(self, name: str | None, columns: dict[str, Any]) -> None:

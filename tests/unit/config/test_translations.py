@@ -174,6 +174,16 @@ ROWS = """
     -> [{dataset_name: OpenMathInstruct-2, split_validation_size: 0.1}]
 {dataset_name: openmathinstruct2} & data.validation.max_samples=9 & data.dataset_name=squad
     -> [{dataset_name: squad, split_validation_size: 0.0}, {dataset_name: squad, split: validation, max_samples: 9}]
+{dataset_name: squad} & data.train={dataset_name: gsm8k}
+    -> [{dataset_name: gsm8k, split_validation_size: 0.05}]
+{dataset_name: squad} & data={dataset_name: gsm8k}
+    -> [{dataset_name: gsm8k, split_validation_size: 0.05}]
+{dataset_name: openmathinstruct2} & data.train={dataset_name: squad}
+    -> [{dataset_name: squad, split_validation_size: 0.0}, {dataset_name: squad, split: validation}]
+{dataset_name: squad} & data.validation={dataset_name: gsm8k}
+    -> [{dataset_name: squad, split_validation_size: 0.0}, {dataset_name: gsm8k, split: null}]
+{dataset_name: squad} & data.train=[{dataset_name: gsm8k}] & data.validation={data_path: a}
+    -> [{dataset_name: gsm8k, split_validation_size: 0.0}, {data_path: a, split: null}]
 {dataset_name: openai_format, train_data_path: a, val_data_path: b} & data.val_data_path=c & data.chat_key=d
     -> [{data_path: a, chat_key: d}, {data_path: c, chat_key: d}]
 {dataset_name: HelpSteer3, env_name: null}
