@@ -7,6 +7,7 @@ torch's own .metadata is pickled, and it is read with a list of allowed names.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_s
 from nemo_rl.refit.shard_plan import slices_of_range
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,9 @@ def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters)
     states = policy.states()
     for name, entry in policy.entries(states, with_tied_output=True).items():
         available = keys.get(entry.sources[0].name, set())
+        if states[name].is_of_muon(available):
+            logger.warning("%s: %s: its state is Muon's, and Adam updates it: it starts anew", directory, name)
+            available &= {"main_param"}
         # A new optimizer has no moments before its first step: make those that were saved.
         states[name].allocate(available - {"main_param"})
         tensors = {key: value for key, value in states[name].tensors().items() if key in available}

@@ -139,6 +139,7 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 # not distributed          all of the parameter's shard; for a bfloat16 parameter also a float32 main parameter
 
 STEP = "step"
+_MOMENTUM = "momentum_buffer"
 _MAIN_OF_OFFLOAD = "master_param"  # `main` itself, which the offloading optimizer also keeps in its state
 
 
@@ -174,6 +175,10 @@ class ParameterState:
                 assert value.shape == self.main.shape, f"{key} has shape {tuple(value.shape)}"
                 found[key] = value
         return found
+
+    def is_of_muon(self, keys: set[str]) -> bool:
+        """Whether Adam updates the parameter, and `keys` are of a checkpoint in which Muon did."""
+        return _MOMENTUM in keys and (_counts_per_parameter(self.inner) or _counts_per_group(self.inner))
 
     def allocate(self, keys: set[str]) -> None:
         """Allocate the state `keys`, with any values, and drop all other state."""
@@ -238,6 +243,11 @@ def _counts_per_parameter(inner: Any) -> bool:
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
+def _counts_per_group(inner: Any) -> bool:
+    """Whether it is Transformer Engine's or APEX's Adam."""
+    return not _counts_per_parameter(inner) and "Adam" in type(inner).__name__
+
+
 def steps_taken(optimizer: MegatronOptimizer) -> int | None:
     """Number of Adam's updates; None for optimizers that do not count, and before the first step."""
     for leaf in leaf_optimizers(optimizer):
@@ -258,7 +268,7 @@ def set_steps_taken(optimizer: MegatronOptimizer, steps: int | None) -> None:
             if _counts_per_parameter(inner):
                 for state in inner.state.values():
                     state[STEP] = torch.tensor(float(steps))
-            elif "Adam" in type(inner).__name__:  # Transformer Engine's and APEX's count by group
+            elif _counts_per_group(inner):
                 for group in inner.param_groups:
                     group[STEP] = steps
         if isinstance(leaf.optimizer, HybridDeviceOptimizer):
@@ -329,9 +339,9 @@ class Muon(torch.optim.Optimizer):
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's running mean of gradients, zero at first."""
     state = optimizer.state[parameter]
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(parameter)
-    return state["momentum_buffer"]
+    if _MOMENTUM not in state:
+        state[_MOMENTUM] = torch.zeros_like(parameter)
+    return state[_MOMENTUM]
 
 
 def orthogonalized(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.megatron import cpu_shim
 from nemo_rl.models.policy.megatron import optimizer as ours
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.megatron.parity import cut
 from tests.unit.policy.models import VOCAB
@@ -201,6 +202,32 @@ def test_muon_moves_matrices_alone_and_not_the_head_of_a_reward_model(deep: Path
                 assert_orthogonal(moved, max(moved.shape))
             elif "gate_proj" not in name and "up_proj" not in name:
                 assert_first_step_of_adam(moved)
+
+
+def test_a_head_that_muon_moved_before_a_checkpoint_starts_anew_with_adam(deep: Path, tmp_path: Path) -> None:
+    reward = {"model_name": str(deep), "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"}}
+    config = megatron_policy({**reward, "max_grad_norm": None}, optimizer={**MUON, "weight_decay": 0.0})
+
+    def one(rank: int, world: int) -> dict[str, torch.Tensor]:
+        worker = make_worker(deep, config, init_reference_model=False)
+        set_gradients(worker, 0)
+        step(worker)
+        states = worker._saved_policy().states()
+        (head,) = (name for name in states if "output_layer" in name)
+        states[head].allocate({"momentum_buffer"})
+        worker.save_checkpoint(tmp_path, SaveRequest())
+        worker.mesh.close()
+        worker = make_worker(deep, config, init_reference_model=False)
+        worker.load_checkpoint(tmp_path, load_optimizer=True)
+        before = whole_weights(worker)
+        set_gradients(worker, 1)
+        step(worker)
+        return {name: (before[name] - weight) / MUON["lr"] for name, weight in whole_weights(worker).items()}
+
+    moves = run_world(one, 1)[0]
+    assert_first_step_of_adam(moves["score.weight"])
+    second = moves["model.norm.weight"].abs()
+    assert not torch.allclose(second, torch.ones_like(second), rtol=1e-2), "all else goes on"
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
