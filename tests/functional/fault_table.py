@@ -18,7 +18,7 @@ WHO = {  # the loops that have the process
     "environment": ("grpo", "async", "ppo"),
     "verifier": ("grpo", "async", "ppo"),
     "engine": SAMPLING,  # the worker that hosts it
-    "core": SAMPLING,  # the engine's own thread
+    "core": SAMPLING,  # the engine's own process
     "rollout": SAMPLING,
     "keeper": SAMPLING,
     "tokenizer": ("sft",),
@@ -53,7 +53,7 @@ WHEN = {  # the loops that have the phase
 }
 WRITERS = ("policy-0", "policy-1", "critic", "driver")  # who keeps files of a checkpoint
 WITHOUT_METHODS = ("verifier", "driver", "node")  # what is reached only from outside
-WITH_NUMBERS = ("environment", "engine", "policy-0", "policy-1", "critic", "teacher")  # weights or rewards
+WITH_NUMBERS = ("environment", "core", "policy-0", "policy-1", "critic", "teacher")  # weights or rewards
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -83,8 +83,6 @@ def is_possible(cell: Cell) -> bool:
     who, what, when = cell.who, cell.what, cell.when
     if cell.loop not in WHO[who] or cell.loop not in WHEN[when]:
         return False
-    if who == "core":
-        return what == "exception" and when not in ("start-up", "resume")
     if what == "truncated":  # checkpoints; other files that a start reads: test_bad_input.py
         return who in WRITERS and when == "resume"
     if what == "disk":

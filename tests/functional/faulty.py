@@ -30,13 +30,13 @@ STEPS_BETWEEN = 2
 FILLER = "filler"  # the file that fills the disk of the run
 COMMANDS = {
     "environment": "ray::MathEnvironment",
+    "core": "EngineCore",
     "keeper": "ray::GroupKeeper",
     "verifier": "math.verification",
     "node": "raylet/raylet",
 }
 GROUPS = {  # where they are called otherwise
     "engine": "generation-0",
-    "core": "generation-0",
     "tokenizer": "tokenizer-0",
     "critic": "value",
 }
@@ -174,7 +174,7 @@ class _Faults:
             from_outside[what]()
             return
         order, new = self.folder / str(pid), self.folder / f"{pid}.new"
-        new.write_text(f"core {what}" if who == "core" else what)
+        new.write_text(what)
         new.rename(order)
         deadline = time.monotonic() + 30
         while order.exists():

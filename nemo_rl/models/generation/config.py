@@ -14,7 +14,7 @@ from nemo_rl.config.errors import nearest_key
 from nemo_rl.config.rules import Derived, StrictModel, violations
 
 SPECULATION = "speculative_config"
-# What the bits of a sample on a CPU depend on; see `engine_patches`.
+# What the bits of a sample on a CPU depend on; see `vllm.plugins`.
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     "OMP_NUM_THREADS": "1",

@@ -1,8 +1,7 @@
 """Hurts the process that imports it when told to, from inside: what no signal can do.
 
 On the module path of a run whose variable `FAULTS_FOLDER` is set, every Python process of it imports this file when it
-starts. A file `<pid>` in that folder names what to do: "exception", "nonsense" or "shape" (`fault_table.WHAT`), or
-"core exception".
+starts. A file `<pid>` in that folder names what to do: "exception", "nonsense" or "shape" (`fault_table.WHAT`).
 """
 
 from __future__ import annotations
@@ -24,20 +23,12 @@ class InjectedFault(RuntimeError):
 
 def _watch(folder: Path) -> None:
     order = folder / str(os.getpid())
-    faults = {"exception": _raise_once, "nonsense": _return_nan, "shape": _lose_reward, "core exception": _break_core}
+    faults = {"exception": _raise_once, "nonsense": _return_nan, "shape": _lose_reward}
     while True:
         while not order.exists():
             time.sleep(POLL_S)
         faults[order.read_text()]()
         order.unlink()
-
-
-def _break_core() -> None:
-    def step() -> None:
-        raise InjectedFault("injected by the tests")
-
-    (core,) = (found for found in _objects() if type(found).__name__ == "ThreadedCore")
-    core.step_fn = step
 
 
 def _change_rewards(change) -> None:
@@ -75,11 +66,13 @@ def _objects() -> list[object]:
 
 
 def _target() -> object:
-    """A worker, an environment's pool of verifiers, a keeper's module."""
+    """A worker, an engine's core, an environment's pool of verifiers, a keeper's module."""
     for found in _objects():
         name = type(found).__name__
         if name == "ActorHost":
             return found._worker
+        if name == "EngineCoreProc":
+            return found
         if name == "MathEnvironment":
             return found.pool
         if name == "GroupKeeper":
@@ -88,11 +81,13 @@ def _target() -> object:
 
 
 def _raise_once() -> None:
-    """The next call of any public method of the target, or of `ray.put` in its module, raises."""
+    """The next call of any public method of the target, of `ray.put` in its module, or the core's next step raises."""
     target = _target()
     if inspect.ismodule(target):
         target = target.ray
         names = ["put"]
+    elif type(target).__name__ == "EngineCoreProc":
+        names = ["step_fn"]
     else:
         names = [n for n, f in inspect.getmembers(type(target), inspect.isfunction) if not n.startswith("_")]
     before = {name: getattr(target, name) for name in names}

@@ -98,8 +98,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from nemo_rl.models.generation.vllm.engine_patches import enable
-enable()
+from nemo_rl.models.generation.vllm import plugins
+plugins.enable()
+plugins.tiles_that_linux_grants()
 isa, scale = _get_attn_isa(torch.bfloat16, 32, 32), 32**-0.5
 query, key, value = (torch.randn(3, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
 keys, values = torch.zeros(1, 2, 64, 32, dtype=torch.bfloat16).chunk(2, dim=2)

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nemo_rl.algorithms.trainers.metrics import DraftMeter, draft_metrics
 from nemo_rl.models.generation.config import speculation_problems
 from nemo_rl.models.generation.interfaces import DraftCounts
-from nemo_rl.models.generation.vllm.engine_patches import expand_batch_to_tokens
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.generation.vllm.plugins import expand_batch_to_tokens
 from nemo_rl.models.policy.config import DraftConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor.draft import DraftingPolicyWorker, draft_config
 from nemo_rl.refit.layout import DRAFT_PREFIX, ExportedTensor, exported

@@ -1,89 +1,23 @@
-"""What of vLLM's core is ours: a scheduler whose tokens leave together, records of experts, products."""
+"""Parts of an engine without the engine: products that are the same in every batch, records of experts."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder, RowInvariantLinear, padded_rows, split_rows
-from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler
+from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
+from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear, padded_rows, split_rows
 from nemo_rl.models.generation.vllm.startup import engine_args
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from tests.unit.generation.configs import engine_settings, generation_config
-
-
-def sampled(tokens: dict[str, int]) -> ModelRunnerOutput:
-    ids = np.array(list(tokens.values()))[:, None]
-    rows = {name: row for row, name in enumerate(tokens)}
-    logprobs = LogprobsLists(ids, -ids.astype(np.float32), np.ones(len(tokens), np.int64))
-    return ModelRunnerOutput(list(tokens), rows, sampled_token_ids=ids.tolist(), logprobs=logprobs)
-
-
-def schedule_all(scheduler: Scheduler) -> tuple[list[Any], dict[str, list[int]], dict[str, list[float]]]:
-    """Every step with the tokens in flight after it; of each request its tokens, and logprobs message by message.
-
-    Requests end by a token or at their limit; one comes late and one is aborted.
-    """
-
-    def add(number: int) -> None:
-        params = SamplingParams(max_tokens=20, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
-        params._eos_token_id = 1
-        prompt = list(range(2, 5 + number))
-        scheduler.add_request(Request(f"r{number}", prompt, sampling_params=params, pooling_params=None))
-
-    for number in range(6):
-        add(number)
-    steps, tokens, logprobs = [], defaultdict(list), defaultdict(list)
-    draw = np.random.default_rng(0)
-    while scheduler.has_unfinished_requests():
-        if len(steps) == 9:
-            add(6)
-        if len(steps) == 12:
-            scheduler.finish_requests(["r1"], RequestStatus.FINISHED_ABORTED)
-        step = scheduler.schedule()
-        drawn = {name: int(draw.integers(1, 90)) for name in step.num_scheduled_tokens}
-        for message in scheduler.update_from_output(step, sampled(drawn)).values():
-            for output in message.outputs:
-                tokens[output.request_id] += output.new_token_ids
-                logprobs[output.request_id].append(output.new_logprobs.logprobs[:, 0].tolist())
-        steps.append((step, [request.num_in_flight_tokens for request in scheduler.running]))
-    return steps, tokens, logprobs
-
-
-def test_every_step_and_answer_is_that_of_vllm(tiny_model_dir) -> None:
-    settings = engine_settings(tiny_model_dir, generation_config(64), device="cpu")
-    config = engine_args(settings, {}).create_engine_config(UsageContext.LLM_CLASS)
-    config.cache_config.num_gpu_blocks = 64
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    common = config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)]), StructuredOutputManager(config), 4
-    scheduler = WholeAnswerScheduler(*common)
-    theirs, their_tokens, _ = schedule_all(Scheduler(*common))
-    with patch.object(scheduler, "_next_tokens", wraps=scheduler._next_tokens) as own_steps:
-        ours, tokens, logprobs = schedule_all(scheduler)
-    del their_tokens["r1"]  # it was aborted
-    assert ours == theirs and tokens == their_tokens
-    assert logprobs == {name: [[-float(token) for token in own]] for name, own in tokens.items()}, "in one message each"
-    assert not scheduler._completions and len(ours) > 20
-    assert own_steps.call_count == len(ours) - 2, "all but those in which requests begin"
-
 
 # -- products that are the same in every batch; the engine as a whole is in test_vllm_generation.py
 

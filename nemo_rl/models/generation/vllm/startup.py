@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.vllm import plugins
 from nemo_rl.utils.guards import scratch_folder
 from nemo_rl.utils.registry import without_collections
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-SCHEDULER = "nemo_rl.models.generation.vllm.executors.WholeAnswerScheduler"
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
 _GIB = 1024**3
 _DEEPSEEK_V3_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -71,7 +71,7 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
         torch._dynamo.config.disable = True
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
-        # An engine of one rank computes in the thread of its scheduler, which is one of the worker (`in_process`).
+        # An engine of one rank computes in its process, as on a GPU: on a CPU vLLM would give the rank a further one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cfg.engine_size == 1 else "1"
     elif cfg.dtype == "float32":
         # Triton computes products of float32 in TF32 by default; vLLM's attention in float32 is a kernel of Triton.
@@ -80,11 +80,15 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
 
 @without_collections()
 def engine_config(settings: EngineSettings, nodes: Mapping[str, Any], *, headless: bool = False) -> EngineConfig:
-    """vLLM's configuration. The usage decides what a step of a GPU's engine holds, unless the user does."""
+    """vLLM's configuration. The usage decides what a step of a GPU's engine holds, unless the user does.
+
+    Prepares the environment of the engine's processes, which start after it.
+    """
     from vllm.usage.usage_lib import UsageContext
 
     config = engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS, headless=headless)
     preload_by_link(sysconfig.get_path("purelib"))
+    plugins.enable()
     return config
 
 
@@ -134,7 +138,6 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_seqs": _MAX_NUM_SEQS_CPU,
-            "scheduler_cls": SCHEDULER,
             "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
             "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
         }
@@ -205,29 +208,15 @@ def _overridden(config: Any, overrides: Mapping[str, Any], *, is_plain: bool) ->
 
 @without_collections()
 def start_engine(config: EngineConfig, stat_loggers: list[Any] | None, name: str) -> AsyncLLM:
-    """Start the engine: on a CPU in a thread of this process if it has one rank, else in processes.
+    """Start the engine's processes.
 
     Raises RuntimeError, with the engine's `name` and the error that kept it from starting.
     """
-    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor import Executor
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     from nemo_rl.models.generation.vllm.executors import executor_class
 
     how: dict[str, Any] = {"log_stats": False, "log_requests": False, "stat_loggers": stat_loggers}
-    chosen = Executor.get_class(config)
-    if current_platform.is_cpu() and chosen is UniProcExecutor:
-        from vllm.v1.engine.core_client import EngineCoreClient
-
-        from nemo_rl.models.generation.vllm.in_process import EngineStartError, ThreadClient
-
-        EngineCoreClient.make_async_mp_client = staticmethod(cast(Any, ThreadClient))
-        try:
-            return AsyncLLM(config, chosen, **how)
-        except EngineStartError as error:
-            raise RuntimeError(f"the engine of {name} did not start: {error}") from error.__cause__
     # Its processes write their output and errors to the files of this one.
     logs = {Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in (1, 2)}
     before = {path: path.stat().st_size for path in sorted(logs) if path.is_file()}

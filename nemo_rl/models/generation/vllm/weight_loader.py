@@ -33,8 +33,9 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from nemo_rl.models.generation.vllm import engine_patches
-from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
+from nemo_rl.models.generation.vllm import plugins
+from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
+from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Segment, TensorMeta, Transport
 from nemo_rl.refit.transfer import COMPARISON, WeightReceiver, largest_difference
@@ -173,7 +174,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             weight = module._parameters.get("weight")
             if "cpu_linear" not in module.__dict__ or weight is None or weight.numel() == 0:
                 continue
-            if isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
+            if isinstance(module.cpu_linear, RowInvariantLinear):
                 module.cpu_linear.pack(weight)
             else:
                 layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
@@ -282,8 +283,8 @@ class ModelWithDraft(torch.nn.Module):
 for _transport in get_args(Transport):
     WeightTransferEngineFactory.register_engine(_transport, PackedWeightTransferEngine)
 
-# Before the model is built: on a CPU the linear layers are replaced.
-engine_patches.enable()
+# Before the model is built.
+plugins.check_called()
 
 
 class WorkerExtension:

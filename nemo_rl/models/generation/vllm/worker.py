@@ -46,10 +46,10 @@ _SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class VllmWorker:
-    """Hosts one `AsyncLLM`. On a CPU an engine of one rank is a thread of this process, any other one has its own.
+    """Hosts one `AsyncLLM`, whose engine computes in processes of its own.
 
     On a CPU in float32, a request's tokens and logprobs are the same bits whatever else the engine does (see
-    `engine_patches`). For this each engine computes on one thread, prefills prompts whole and has no prefix cache, and
+    `plugins`). For this each engine computes on one thread, prefills prompts whole and has no prefix cache, and
     this class admits no more requests than the KV cache can hold to their end, so that vLLM preempts none.
     """
 
@@ -94,8 +94,7 @@ class VllmWorker:
         self._num_inside = 0  # requests in the engine
         self._step_since = 0.0  # when its step began, in seconds since 1970
         self._sleep = ExitStack()  # while it sleeps
-        if device == "cuda":
-            self._note_steps()
+        self._note_steps()
 
     # -- requests
 
@@ -206,10 +205,7 @@ class VllmWorker:
         self._answers.put([answer], client_id, patience_s=_STREAM_PATIENCE_S)
 
     def _note_steps(self) -> None:
-        """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes.
-
-        From the outputs of each step, which `WholeAnswerScheduler` does not send.
-        """
+        """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes."""
         core = self._engine.engine_core
         receive = core.get_output_async
 
@@ -347,7 +343,7 @@ class VllmWorker:
         await self._engine_call(self._engine.is_sleeping())
 
     def shutdown(self) -> None:
-        """Stop the engine's thread, or its processes."""
+        """Stop the engine's processes."""
         self._engine.shutdown(timeout=5.0)
 
     async def _engine_call(self, call: Awaitable[T]) -> T:

@@ -1,0 +1,290 @@
+"""Corrections of vLLM 0.32.0, as plugins of its entry point `vllm.general_plugins` (`pyproject.toml`).
+
+vLLM calls every plugin that is installed, in each of its processes, also for users who have nothing to do with this
+library. So a plugin does nothing unless `enable` was called in a process above, which is a worker of ours. Each says
+what happens without it, why, where vLLM's developers discuss it, and when it can go.
+
+Of vLLM's own settings, batch invariance on a CPU needs these too, which are no corrections:
+
+* `ENGINE_ENVIRONMENT`: one thread, and no split of the keys of a sequence over threads. With a split, or several
+  threads, the work of the step decides where the online softmax of attention is cut.
+* Prompts are prefilled whole: no chunks, no prefix cache, no preemption (`engine_args`, `num_admitted`). Past roughly a
+  thousand tokens, a query in another chunk has other tile boundaries.
+
+Norms, rotary embedding, activations, log-softmax, top-k, top-p and the random generators work row by row already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear
+
+PREFIX = "nemo_rl_"  # of the names of our plugins
+SWITCH = "NEMO_RL_VLLM_PLUGINS"
+_ALLOWED = "VLLM_PLUGINS"  # vLLM's own list of the plugins to call, all if it is not set
+
+_called: set[str] = set()  # plugins that this process has called
+
+
+def enable() -> None:
+    """Let the processes that this one starts from now on be corrected. This process is not."""
+    os.environ[SWITCH] = "1"
+    if _ALLOWED in os.environ:
+        os.environ[_ALLOWED] = ",".join([os.environ[_ALLOWED], *(PREFIX + name for name in PLUGINS)])
+
+
+def check_called() -> None:
+    """Raise RuntimeError unless vLLM has called every plugin of this module in this process."""
+    if missing := sorted(PLUGINS.keys() - _called):
+        raise RuntimeError(
+            f"vLLM has not called these plugins of nemo_rl: {', '.join(missing)}. The environment was made for another "
+            "version of this library: install it again, as `uv sync` does"
+        )
+
+
+PLUGINS: dict[str, Callable[[], None]] = {}
+"""By name, which has `PREFIX` before it where it is installed."""
+
+
+def plugin(*, cpu_only: bool) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Make a function a plugin, which returns at once unless `enable` was called in a process above.
+
+    `cpu_only`: it has nothing to correct on other devices.
+    """
+
+    def decorate(correct: Callable[[], None]) -> Callable[[], None]:
+        @wraps(correct)
+        def call() -> None:
+            if SWITCH not in os.environ:
+                return
+            from vllm.platforms import current_platform
+
+            if not cpu_only or current_platform.is_cpu():
+                correct()
+            _called.add(correct.__name__)
+
+        PLUGINS[correct.__name__] = call
+        return call
+
+    return decorate
+
+
+# -- batch invariance
+
+
+@plugin(cpu_only=True)
+def row_invariant_linear() -> None:
+    """Linear layers in float32 compute with `RowInvariantLinear`.
+
+    Symptom: a request's logprobs, and now and then its tokens, depend on the requests beside it.
+    Cause: BLAS and oneDNN choose kernels by the number of rows.
+    Upstream: none for CPUs; `VLLM_BATCH_INVARIANT` is for GPUs.
+    Until: `VLLM_BATCH_INVARIANT` holds for linear layers in float32 on a CPU. Not in 0.32.0.
+    """
+    from vllm.model_executor.layers import utils
+
+    original: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
+            original(layer, remove_weight)
+            return
+        layer.cpu_linear = RowInvariantLinear(weight)
+
+    # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+# -- speculative decoding
+
+
+@plugin(cpu_only=False)
+def own_loader_of_drafts() -> None:
+    """A draft is loaded with `draft_load_config`.
+
+    Symptom: the weights of a draft (`method: draft_model`) are random, and nearly all drafts are rejected.
+    Cause: both model runners load it with the target's loader, whose format is "dummy" here.
+    Upstream: https://github.com/vllm-project/vllm/pull/34022 brought the setting, for other methods.
+    Until: `DraftModelProposer` and `StandaloneARSpeculator` read `draft_load_config`. Not in 0.32.0.
+    """
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    create_config = DraftModelProposer._create_draft_vllm_config
+    DraftModelProposer._create_draft_vllm_config = lambda self: with_own_loader(create_config(self))
+    StandaloneARSpeculator.load_draft_model = with_draft_loader(StandaloneARSpeculator.load_draft_model)
+
+
+def with_own_loader(config: Any) -> Any:
+    """vLLM's configuration of a draft, with the draft's own loader in place of the target's."""
+    from vllm.config.utils import replace
+    from vllm.model_executor.model_loader.utils import get_draft_load_config
+
+    return replace(config, load_config=get_draft_load_config(config))
+
+
+def with_draft_loader(load_draft_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_draft_model` of a speculator, with a `vllm_config` whose loader is the draft's."""
+
+    def load(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+        config = speculator.vllm_config
+        speculator.vllm_config = with_own_loader(config)
+        try:
+            return load_draft_model(speculator, *args, **kwargs)
+        finally:
+            speculator.vllm_config = config
+
+    return load
+
+
+@plugin(cpu_only=False)
+def no_filter_of_zero_rows() -> None:
+    """Top-k and top-p of no drafts are not computed.
+
+    Symptom: the engine dies if a request has a top-k, in a step that could have had drafts and has none.
+    Cause: the rejection sampler filters logits of zero rows.
+    Upstream: none.
+    Until: `apply_top_k_top_p` takes zero rows. Not in 0.32.0.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    filter_logits = rejection_sampler.apply_top_k_top_p
+
+    def filter_rows(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+        return filter_logits(logits, top_k, top_p) if len(logits) > 0 else logits
+
+    rejection_sampler.apply_top_k_top_p = filter_rows
+
+
+@plugin(cpu_only=True)
+def parameters_of_every_draft() -> None:
+    """Temperature, top-k and top-p of a request are repeated for each of its drafts with torch.
+
+    Symptom: drafts are judged by parameters from uninitialised memory.
+    Cause: the kernel writes into a copy of its output.
+    Upstream: https://github.com/vllm-project/vllm/pull/42638, closed without a merge.
+    Until: `expand_batch_to_tokens` returns what its docstring says on a CPU. Not in 0.32.0.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat `x` [B] for each token of its request: [num_tokens]. `cu_num_tokens` [B] are cumulative token counts.
+
+    Entries equal to `replace_from` become `replace_to`.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
+
+
+# -- attention
+
+
+@plugin(cpu_only=True)
+def rotary_positions_of_heads() -> None:
+    """Rotary positions of [T, H, D] are computed with torch.
+
+    Symptom: latent attention (DeepSeek) turns only the first head of its queries.
+    Cause: the kernel takes [T, H, D] for one head.
+    Upstream: none.
+    Until: `RotaryEmbedding.forward_cpu` equals `forward_native` for [T, H, D]. Not in 0.32.0.
+    """
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    rotate_flat = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        method = self.forward_native if query.ndim == 3 else partial(rotate_flat, self)
+        return method(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate
+
+
+@plugin(cpu_only=True)
+def tiles_that_linux_grants() -> None:
+    """Whether there is AMX is asked of Linux too.
+
+    Symptom: SIGILL in the first step of an engine in bfloat16, if it has four tokens or fewer.
+    Cause: attention uses the tiles of AMX, and Linux ends a process that has not asked to. Only products of more than
+    four rows ask.
+    Upstream: none.
+    Until: vLLM asks Linux (`arch_prctl`) before attention uses the tiles. Not in 0.32.0.
+    """
+    torch.cpu._is_amx_tile_supported = torch.cpu._init_amx
+
+
+@plugin(cpu_only=True)
+def whole_images() -> None:
+    """The tokens of an image see each other, in models that see an image in both directions (Gemma 3).
+
+    Symptom: answers to images differ from those of transformers.
+    Cause: attention on a CPU is causal also inside images.
+    Upstream: https://github.com/vllm-project/vllm/pull/27938, for another backend.
+    Until: `CPUAttentionBackendImpl` reads `mm_req_doc_ranges`. Not in 0.32.0.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+
+    CPUAttentionMetadataBuilder.build = keep_images(CPUAttentionMetadataBuilder.build)
+    CPUAttentionBackendImpl.forward = see_whole_images(CPUAttentionBackendImpl.forward)
+
+
+def keep_images(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build` of vLLM's attention; `images` of the metadata are those whose tokens a step computes and see each other.
+
+    Of each: the row of its request's first token, and the positions of its own first token and of the one behind it.
+    """
+
+    def made(builder: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = build(builder, common_prefix_len, common_attn_metadata, fast_build)
+        metadata.images = []
+        ranges = common_attn_metadata.mm_req_doc_ranges or {}
+        if any(ranges.values()):
+            rows, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+            for request, images in ranges.items():
+                num_computed = lengths[request] - (rows[request + 1] - rows[request])
+                new = [(rows[request], first, last + 1) for first, last in images if last >= num_computed]
+                assert not new or num_computed == 0, "prompts are prefilled whole"
+                metadata.images += new
+        return metadata
+
+    return made
+
+
+def see_whole_images(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of vLLM's attention, and then attention from each image's tokens to all of it and what is before it."""
+
+    def attend(
+        impl: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        **scales: Any,
+    ) -> Any:
+        result = forward(impl, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        for row, first, end in () if attn_metadata is None else attn_metadata.images:
+            own = slice(row + first, row + end)
+            states = (
+                tensor.transpose(0, 1)[None] for tensor in (query[own], key[row : row + end], value[row : row + end])
+            )
+            distance = torch.arange(first, end)[:, None] - torch.arange(end)
+            seen = distance < (impl.sliding_window if impl.sliding_window > 0 else end)
+            out = torch.nn.functional.scaled_dot_product_attention(*states, seen, scale=impl.scale, enable_gqa=True)
+            output[own] = out[0].transpose(0, 1)
+        return result
+
+    return attend
