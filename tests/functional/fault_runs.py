@@ -41,7 +41,7 @@ NUM_PROMPTS = 12  # of an asynchronous run: an epoch is three steps
 NAMES = {  # in messages
     "environment": "environment 'math'",
     "engine": "generation-0",
-    "core": "generation-0",
+    "core": "generation-",  # the newest, of whichever engine
     "keeper": "group_keeper-0",
     "critic": "value-0",
     "rollout": "rollout-0",
