@@ -24,6 +24,7 @@ from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.settings import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
+from nemo_rl.utils.logprobs import log_softmax
 
 _BLOCK = 256  # tokens whose probabilities are added up first when one is drawn
 
@@ -109,7 +110,7 @@ def draw_tokens(
         logits.masked_fill_(logits < smallest[:, None], float("-inf"))
     if group is not None:
         logits = _gather_columns(logits, group)
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = log_softmax(logits)
     tokens = logprobs.argmax(dim=-1) if is_greedy else _inverse_cdf(logprobs, uniform)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 

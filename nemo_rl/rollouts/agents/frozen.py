@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.rollouts.engine_client import RequestFailed
 from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, SamplingParams, StopReason
+from nemo_rl.utils.logprobs import log_softmax
 
 _GATHER_S = 0.005  # a batch begins when so long a time has passed since its first request
 MAX_BATCH = 64
@@ -103,7 +104,7 @@ def _has_ended(drawn: Sequence[tuple[int, float]], sampling: SamplingParams) -> 
 def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
     """A token of logits [V] and its logprob, under temperature, top-k and top-p; temperature 0 takes the largest."""
     if sampling.temperature == 0:
-        logprobs = logits.log_softmax(-1)
+        logprobs = log_softmax(logits)
         token = int(logprobs.argmax())
         return token, float(logprobs[token])
     logits = logits / sampling.temperature
@@ -113,7 +114,7 @@ def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Genera
     if sampling.top_p < 1:
         probabilities = ordered.softmax(-1)
         ordered[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = float("-inf")
-    logprobs = ordered.log_softmax(-1)
+    logprobs = log_softmax(ordered)
     place = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
     return int(ids[place]), float(logprobs[place])
 
