@@ -6,13 +6,18 @@ The rules apply to responses and to ground truths. `docs/guides/environments.md`
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 
 _SPACE = r"(?:\s|~|\\[,;:! ])*"
 _PERCENT = re.compile(
     rf"(?i)(?<=[\d)}}$]){_SPACE}(?:\\?[%\uff05]|(?:\\text\{{\s*)?(?:per\s?cent(?:age)?|pct)\b(?:\s*\}})?)(?!\s*\d)"
 )
-_MIXED = re.compile(r"(?<![\d./^_])(?<!\d[ ,])(\d{1,18})[ \u00a0]+(\d{1,18})\s?/\s?(\d{1,18})(?!\d|\.\d|[/^])")
+_MIXED = re.compile(
+    r"(?<![\d./^_])(?<!\d[ ,])(\d{1,18})(?:[ \u00a0~]|\\[ ,;:])+(\d{1,18})\s?/\s?(\d{1,18})(?!\d|\.\d|[/^])"
+)
+_FRACTION = re.compile(r"(?:(?<=\d)()\s*|)([¼½¾⅐-⅞])")
+_ROOT = re.compile(r"√(\d+)")
 _FULL_STOP = re.compile(r"(?<=\d)\.(?=\s|\Z)(?![^\S\n]*\d)|(?<=[\d})])\.(?=\s*[}$])")
 
 
@@ -36,12 +41,20 @@ def full_stop(text: str) -> str:
     return _FULL_STOP.sub("", text)
 
 
-def degree(text: str) -> str:
-    """The sign of degrees is LaTeX's."""
-    return text.replace("°", "^\\circ")
+def sign(text: str) -> str:
+    r"""Unicode's minus and signs are those of ASCII and LaTeX: ° is `^\circ`, 2½ is `2 1/2`, √3 is `\sqrt{3}`."""
+    if text.isascii():
+        return text
+    text = text.replace("\u2212", "-").replace("°", "^\\circ")
+    return _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_in_ascii, text))
 
 
-RULES: tuple[Callable[[str], str], ...] = (mixed_number, percent, full_stop, degree)
+def _in_ascii(fraction: re.Match[str]) -> str:
+    behind_a_digit = fraction[1] is not None
+    return (" " if behind_a_digit else "") + unicodedata.normalize("NFKC", fraction[2]).replace("\u2044", "/")
+
+
+RULES: tuple[Callable[[str], str], ...] = (sign, mixed_number, percent, full_stop)
 
 
 def plain(text: str) -> str:
@@ -57,4 +70,4 @@ _END = re.compile(r"(?<!\.)\.\s*\Z")
 
 def bare_truth(text: str) -> str:
     """A ground truth without the marker before it (`#### 7`, `The answer is 7`) and the full stop behind it."""
-    return _END.sub("", _MARKER.sub("", text).strip())
+    return _END.sub("", _MARKER.sub("", text).strip("* \t\r\n"))
