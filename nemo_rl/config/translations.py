@@ -165,7 +165,7 @@ DEFAULTS_OF_THEIRS: Rules = {
 
 DIFFERENCES = {
     **{
-        f"{loop}.reward_shaping.enabled and not {loop}.reward_shaping.stop_properly_penalty_coef": (
+        f"{loop}.reward_shaping.enabled and {loop}.reward_shaping.stop_properly_penalty_coef=null": (
             f"{loop}.reward_shaping",
             "the overlong penalty of NeMo RL grows beyond max_response_length, and here it stays at its largest there",
         )

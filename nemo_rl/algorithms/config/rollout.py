@@ -56,7 +56,7 @@ class RewardShapingConfig(StrictModel):
     """Factor on the rewards of truncated samples (ProRL), in place of the DAPO penalty; null: off."""
 
     rules: ClassVar = {
-        "overlong_buffer_length > {max_response_length} and enabled": (
+        "overlong_buffer_length > {max_response_length} and enabled and stop_properly_penalty_coef=null": (
             "{overlong_buffer_length} is more than max_response_length={max_response_length}; use at most that"
         ),
     }

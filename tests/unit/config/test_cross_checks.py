@@ -58,6 +58,8 @@ ALONE -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at lea
 ALONE & grpo.use_leave_one_out_baseline=false -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
 ALONE & grpo.adv_estimator.name=reinforce_plus_plus
     -> grpo.num_generations_per_prompt ... set 2 or more, or grpo.adv_estimator.minus_baseline=false
+grpo.reward_shaping={enabled: true, max_response_length: 9} -> overlong_buffer_length: 128 is more than max_resp
+grpo.reward_shaping={enabled: true, max_response_length: 9, stop_properly_penalty_coef: 0} -> fine
 grpo.reward_shaping.enabled=true & grpo.adv_estimator.name=gdpo
     -> grpo.reward_shaping.enabled ... gdpo takes each of several rewards
 grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: agent, run: 'json:loads', credit: branch}
