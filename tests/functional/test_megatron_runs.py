@@ -25,6 +25,7 @@ def test_the_curve_is_that_of_the_pytorch_backend(tmp_path):
     steps = keys(grpo="max_num_steps=6 val_period=3", checkpointing="enabled=false")
     one = run(tmp_path / "dtensor", *steps)
     other = run(tmp_path / "megatron", *steps, **MEGATRON)
+    assert "DEPRECATED" not in other.output, "a warning of Megatron's that a user cannot heed"
     for name in ("train/reward", "train/loss", "train/grad_norm", "validation/accuracy"):
         want, got = one.curve(name), other.curve(name)
         assert len(want) > 2 and got == pytest.approx(want, abs=1e-3), name

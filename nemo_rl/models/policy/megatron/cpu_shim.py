@@ -2,7 +2,7 @@
 
 `install` gives Megatron's modules a stand-in for `torch` in their own namespace: "cuda" devices are the CPU; streams
 and events are those of `torch.cpu`, which do nothing. The real torch is unchanged. Workers without a GPU call it.
-`close_gaps` is for every machine: it closes gaps of megatron-core 0.16 without Transformer Engine.
+`close_gaps` is for every machine: it closes gaps of megatron-core 0.19 without Transformer Engine.
 
 Importing this module silences warnings that Megatron and its dependencies repeat in every process.
 """
@@ -37,6 +37,12 @@ warnings.filterwarnings(
     message=r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     category=FutureWarning,
 )
+warnings.filterwarnings("ignore", message="MimoModelConfig is experimental", category=UserWarning)
+for module in (  # which warn that they get no new features, and that they lay out parameters themselves
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed.distributed_data_parallel",
+):
+    logging.getLogger(module).setLevel(logging.ERROR)
 if not torch.cuda.is_available():
     for message in _IRRELEVANT_WITHOUT_GPU:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
@@ -118,6 +124,7 @@ def _replace_tensor_methods() -> None:
 
 
 def _replace_functions() -> None:
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import token_dispatcher
@@ -130,21 +137,27 @@ def _replace_functions() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    # Megatron gathers shards of unequal sizes, which gloo refuses.
+    LayerWiseDistributedOptimizer.allgather_params = LayerWiseDistributedOptimizer.broadcast_params
+    # Megatron compiles a C++ extension that shares memory, which takes half a minute and a compiler.
+    parallel_random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(released: torch.Tensor, computed: torch.Tensor) -> None:
+    """Give `released`, whose memory was freed, the values that were computed again."""
+    values = computed.untyped_storage()
+    released.untyped_storage().resize_(values.size())
+    released.untyped_storage().copy_(values)
 
 
 def close_gaps() -> None:
     """Define the names that Megatron uses, and leaves undefined without Transformer Engine."""
     from megatron.core.tensor_parallel import random as parallel_random
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
 
     fp8_is_off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
     parallel_random.__dict__.setdefault("FP8GlobalStateManager", fp8_is_off)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         parallel_random.__dict__.setdefault(name, lambda **settings: contextlib.nullcontext())
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
-    # Without Transformer Engine its classes are mocks, which isinstance does not accept.
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 def _gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -253,7 +253,7 @@ def unmapped_reason(model_type: str, instead: str = "dtensor_cfg") -> str | None
     if model_type in FAMILIES:
         return None
     if reason := _IMPOSSIBLE.get(model_type):
-        return f"model_type {model_type!r} has no mapping to Megatron Core 0.16, {reason}; train it with {instead}"
+        return f"model_type {model_type!r} has no mapping to Megatron Core 0.19, {reason}; train it with {instead}"
     return (
         f"model_type {model_type!r} has no mapping to Megatron Core; known are {', '.join(sorted(FAMILIES))}. Add one "
         f"in models/policy/megatron/mapping.py (docs/adding-a-model.md), or train it with {instead}"

@@ -7,16 +7,17 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -147,40 +148,28 @@ def parameters_by_name(stages: Sequence[PolicyGPTModel]) -> dict[str, torch.Tens
 class LatentAttention(MLASelfAttention):
     """All heads share the rotary part of the keys, so its gradient is a sum over ranks, each with its own heads.
 
-    megatron-core 0.16 computes that sum only as a side effect of a sequence-parallel gather; without one, each rank
+    megatron-core 0.19 computes that sum only as a side effect of a sequence-parallel gather; without one, each rank
     would train the projection with the gradient of its own heads.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.pg_collection.tp.size() > 1:
-            self.linear_kv_down_proj.register_forward_hook(self._complete_kv_a)
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The modules of the spec. Megatron would add a norm before queries that have no latent."""
+        return vars(submodules)
 
-    def _complete_kv_a(
-        self, module: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, Any]
-    ) -> tuple[torch.Tensor, Any]:
-        """The latent `kv_a` followed by the rotary keys, [S, 1, features]: gathers sharded features.
+    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent of the queries, and the latent `kv_a` followed by the rotary keys: [S, 1, features] each.
 
         With sequence parallelism the positions are this rank's, and Megatron's gather of rotary keys sums gradients.
         """
-        states, bias = outputs
+        queries, states = super()._qkv_down_projection(hidden_states)
         group, rank = self.pg_collection.tp, self.config.kv_lora_rank
         is_sharded = states.shape[-1] != rank + self.config.qk_pos_emb_head_dim
         if is_sharded:
             states = gather_from_tensor_model_parallel_region(states, group=group)
         if self.config.sequence_parallel:
-            return scatter_to_sequence_parallel_region(states, group=group) if is_sharded else states, bias
+            return queries, scatter_to_sequence_parallel_region(states, group=group) if is_sharded else states
         latent, rotary = states.split([rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        if rotary.requires_grad:
-            rotary.register_hook(self._sum_over_ranks)
-        return torch.cat([latent, rotary], dim=-1), bias
-
-    def _sum_over_ranks(self, grad: torch.Tensor) -> torch.Tensor:
-        # Megatron's `copy_to_tensor_model_parallel_region` skips the sum of a slice, which is not contiguous. The sum
-        # is in place, and the gradient may be a view of a larger one.
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.pg_collection.tp)
-        return total
+        return queries, torch.cat([latent, copy_to_tensor_model_parallel_region(rotary, group=group)], dim=-1)
 
 
 # -- the modules of a layer: Transformer Engine's, or torch's ("local")
@@ -316,11 +305,12 @@ def layer_specs(
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in block.layer_specs:
-        mlp = layer.submodules.mlp
-        if mlp.module is MoELayer:
-            mlp.submodules = dataclasses.replace(mlp.submodules, router=PolicyRouter)
+        mlp: Any = layer.submodules.mlp  # a functools.partial
+        if mlp.func is MoELayer:
+            parts = dataclasses.replace(mlp.keywords["submodules"], router=PolicyRouter)
             if family.experts is not None and family.experts.is_stacked:
-                mlp.submodules.experts = StackedExperts
+                parts.experts = StackedExperts
+            layer.submodules.mlp = partial(MoELayer, submodules=parts)
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention
         if use_transformer_engine:

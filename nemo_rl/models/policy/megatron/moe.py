@@ -116,14 +116,15 @@ class PolicyRouter(TopKRouter):
         seq_aux_loss                sum over sequences of T / N * L of the sequence (arXiv 2412.19437, eq. 17)
 
     So the weight of balancing does not depend on the number of micro-batches or ranks, and `seq_aux_loss` not on how
-    sequences are packed. Megatron multiplies by the tokens of one rank and expects a later division by all tokens; with
-    tensor or context parallelism each rank has only a part of T, and that division does not restore the scale.
+    sequences are packed. Megatron takes T to be the tokens of one rank times the ranks that share the sequences, which
+    differ in padding, and expects a later division by all tokens.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+        super().__init__(config=config, **others)
         self.choice = ExpertChoice(is_independent=self.score_function == "sigmoid")
         self.router_replay: Any = self.choice  # Megatron asks this object for the choice
+        self.frozen_expert_bias = True  # Megatron would move biases before gradients are checked
         self.batch: ModelBatch | None = None
         self.trains = False
         self.generates = False  # one token per row after the other: no micro-batch, and nothing to count
@@ -171,7 +172,7 @@ class PolicyRouter(TopKRouter):
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count tokens. Megatron would count padding too, and move biases before gradients are checked."""
+        """Count tokens without padding."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             assert padding_mask is not None
             with torch.no_grad():
@@ -185,12 +186,12 @@ class PolicyRouter(TopKRouter):
         aux_loss: torch.Tensor,
         aux_loss_name: str,
         reduce_group: dist.ProcessGroup,
-        reduce_group_has_dp: bool = False,
+        needs_dp_avg: bool = True,
         valid_token_count: Any = None,
     ) -> torch.Tensor:
         """`activation`, which passes on the gradient of this rank's part of the loss over `reduce_group`'s tokens.
 
-        `valid_token_count` is not read: whether Megatron has summed it over the group depends on the kind of loss.
+        `valid_token_count` is not read: it counts the tokens of this rank alone.
         """
         assert self._routed is not None and self.step_tokens is not None
         tokens = self._own_positions(self._routed.is_token[0]).sum().to(aux_loss.dtype)

@@ -121,8 +121,6 @@ def clip_gradients(optimizer: MegatronOptimizer, max_norm: float | None) -> floa
 def take_step(optimizer: MegatronOptimizer) -> None:
     """Update the weights with the gradients that `clip_gradients` has prepared. Collective."""
     optimizer.step_with_ready_grads()
-    if isinstance(optimizer, LayerWiseDistributedOptimizer):
-        optimizer.broadcast_params()  # its own `step` gathers shards of unequal sizes, which gloo refuses
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
@@ -399,16 +397,21 @@ def _build_muon(
             if whole.bf16:
                 part = Float16OptimizerWithFloat16Params(muon, whole, None, _init_momentum)  # pyright: ignore
             # The norm of the gradient is summed over the ranks that hold other parameters, or other shards of them.
-            part.grad_stats_parallel_group, part.tp_group = stats_group, groups.tp
+            part.grad_stats_parallel_group = stats_group
             parts.append(part)
     starts: list[Any] = [_init_momentum] * len(parts)
     with _frozen(matrices):
         others: Any = get_megatron_optimizer(whole, list(chunks), _overrides(whole))
     parts += others.chained_optimizers
-    if not is_distributed:
-        return ChainedOptimizer(parts)
-    starts += [part.init_state_fn for part in others.chained_optimizers]
-    return LayerWiseDistributedOptimizer(parts, config, groups, init_state_fn_list=starts)
+    if is_distributed:
+        starts += [part.init_state_fn for part in others.chained_optimizers]
+        given: Any = [part.optimizer for part in parts] if config.bf16 else parts  # Megatron adds main weights
+        chain = LayerWiseDistributedOptimizer(given, config, groups, init_state_fn_list=starts)
+    else:
+        chain = ChainedOptimizer(parts)
+    for part in chain.chained_optimizers:
+        part.tp_group, part.expert_tp_group = groups.tp, groups.expt_tp
+    return chain
 
 
 def _init_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:

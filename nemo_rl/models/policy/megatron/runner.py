@@ -46,7 +46,7 @@ class MegatronRunner:
         self.empty_level = settings.empty_unused_memory_level if device.type == "cuda" else 0
         self.gathers_late = settings.distributed_data_parallel_config.overlap_param_gather
         self.groups: Any = ProcessGroupCollection.use_mpu_process_groups(
-            ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
+            ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"]
         )
         self.balanced = [router for router in routers(self.chunks) if router.is_aux_loss_enabled()]
         self.communicator: StageCommunicator | None = None
