@@ -80,8 +80,15 @@ class ChatTemplate:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message that a template gets: every key with a value except `OWN_KEYS`, and always a content."""
+    """The message that a template gets: every key with a value except `OWN_KEYS`, and always a content.
+
+    Raises ValueError for tool calls that are not like `{function: {name, arguments}}`.
+    """
     given = {key: value for key, value in message.items() if value is not None and key not in OWN_KEYS}
+    calls = given.get("tool_calls") or []
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
+        if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+            raise ValueError(f"a tool call must be like {{function: {{name, arguments}}}}, not {str(call)[:80]!r}")
     return {**given, "content": given.get("content", "")}
 
 
@@ -97,8 +104,36 @@ def format_chat(
     Raises:
         ValueError: if the template refuses the conversation, or omits all messages of a role, tool calls or tools.
     """
-    plain = [plain_message(message) for message in messages]
-    prompt = add_generation_prompt and plain[-1]["role"] != "assistant"
+    prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
+    plain, text, blocks = _rendered([plain_message(message) for message in messages], template, prompt=prompt)
+    _require_calls_and_tools(plain, text, template, prompt=prompt)
+    layout = _layout(plain, template, prompt=prompt)
+    if isinstance(layout, list):
+        raise ValueError(
+            f"the chat template leaves out messages of the role {' and '.join(map(repr, layout))}: use roles it knows, "
+            "or another policy.tokenizer.chat_template"
+        )
+    turns = _turns(layout, plain, text) or _turns_one_by_one(plain, text, template, prompt=prompt)
+    bos, eos = str(template.tokenizer.bos_token or ""), str(template.tokenizer.eos_token or "")
+    if add_bos and not text.startswith(bos):
+        text, blocks, turns = bos + text, [(a + len(bos), b + len(bos)) for a, b in blocks], turns.moved(len(bos))
+    if add_eos and not prompt and not text.rstrip().endswith(eos):
+        text += eos
+    if not prompt:
+        turns.ends[-1] = len(text)
+    begins, answers = _divided(text, turns, plain, template, headers_are_given=add_generation_prompt)
+    if blocks and add_generation_prompt:
+        for i, message in enumerate(plain):
+            if message["role"] == "assistant":
+                inside = [(max(a, begins[i]), min(b, begins[i + 1])) for a, b in blocks]
+                answers[i] = [(a, b) for a, b in inside if a < b]
+    return Chat(text=text, begins=begins[:-1], answers=answers)
+
+
+def _rendered(
+    plain: list[dict[str, Any]], template: ChatTemplate, *, prompt: bool
+) -> tuple[list[dict[str, Any]], str, Spans]:
+    """The messages in a form that the template takes, the text, and the spans of its generation blocks."""
     try:
         try:
             text, blocks = template.render(plain, prompt=prompt)
@@ -113,32 +148,24 @@ def format_chat(
         raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
     if _shows_python(plain, text):
         raise ValueError("the chat template takes contents of one text, and a content has parts that are no text")
-    _require_calls_and_tools(plain, text, template, prompt=prompt)
-    layout = _layout(plain, template, prompt=prompt)
-    if isinstance(layout, list):
-        raise ValueError(
-            f"the chat template leaves out messages of the role {' and '.join(map(repr, layout))}: use roles it knows, "
-            "or another policy.tokenizer.chat_template"
-        )
-    headers, ends = _boundaries(layout, plain, text) or _boundaries_one_by_one(plain, text, template, prompt=prompt)
-    bos, eos = str(template.tokenizer.bos_token or ""), str(template.tokenizer.eos_token or "")
-    shift = len(bos) if add_bos and not text.startswith(bos) else 0
-    full = bos[:shift] + text
-    if add_eos and not prompt and not full.rstrip().endswith(eos):
-        full += eos
-    headers, ends = [position + shift for position in headers], [position + shift for position in ends]
-    if not prompt:
-        ends[-1] = len(full)
-    starts = headers if add_generation_prompt else [0, *ends[:-1]]
-    begins = [0, *starts[1:], len(full)]
+    return plain, text, blocks
+
+
+def _divided(
+    text: str, turns: "_Turns", plain: Messages, template: ChatTemplate, *, headers_are_given: bool
+) -> tuple[list[int], list[Spans]]:
+    """(where the text of each message begins, and the end of the text; what the author of each message wrote)."""
     special = _cached(template.tokenizer).special
-    answers: list[Spans] = [[(a, _trimmed(full, a, b, special))] for a, b in zip(starts, ends, strict=True)]
-    if blocks and add_generation_prompt:
-        for i, message in enumerate(plain):
-            if message["role"] == "assistant":
-                inside = [(max(a + shift, begins[i]), min(b + shift, begins[i + 1])) for a, b in blocks]
-                answers[i] = [(a, b) for a, b in inside if a < b]
-    return Chat(text=full, begins=begins[:-1], answers=answers)
+    starts = turns.begins if headers_are_given else [turns.headers[0], *turns.ends[:-1]]
+    begins = [0, *starts[1:], len(text)]
+    answers: list[Spans] = [[(a, _trimmed(text, a, b, special))] for a, b in zip(starts, turns.ends, strict=True)]
+    for i, late in turns.late.items():
+        # What stands between the calls and the content belongs to this message: the results of the calls.
+        after = next((j for j in range(i + 1, len(plain)) if plain[j]["role"] != "tool"), len(plain))
+        end = max(late, turns.headers[after]) if after < len(plain) else turns.ends[-1]
+        answers[i].append((late, _trimmed(text, late, end, special)))
+        begins[i + 1 : after] = [begins[after]] * (after - i - 1)
+    return begins, answers
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -147,9 +174,7 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping):
-            raise ValueError(f"a tool call must be like {{function: {{name, arguments}}}}, not {str(call)[:80]!r}")
+        function = call.get("function", call)
         if not isinstance(function.get("arguments"), str):
             function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
         calls.append({**call, "function": function} if "function" in call else function)
@@ -193,149 +218,244 @@ def _trimmed(text: str, begin: int, end: int, special: re.Pattern[str]) -> int:
 
 # -- Fixed text around the contents.
 
-Boundaries = tuple[list[int], list[int]]
-"""(where each message begins after its header, where it ends), as positions in the text."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Turns:
+    """Positions in a text, one of each list for each message."""
+
+    headers: list[int]  # where the header of an assistant's message begins; of another message, where it begins
+    begins: list[int]  # where each message begins after its header
+    ends: list[int]
+    late: dict[int, int] = field(default_factory=dict)
+    """Message with tool calls -> where its content begins, if it is shown behind the results of the calls."""
+
+    def moved(self, by: int) -> "_Turns":
+        headers, begins, ends = ([at + by for at in each] for each in (self.headers, self.begins, self.ends))
+        return _Turns(headers=headers, begins=begins, ends=ends, late={i: at + by for i, at in self.late.items()})
+
+
+class _Header(NamedTuple):
+    """The header of an answer agrees with `given`, the header as a generation prompt writes it, from `at` on.
+
+    `least`: where the message begins if it does not agree.
+    """
+
+    at: int
+    given: str
+    least: int
+
+
+class _Shown(NamedTuple):
+    """Where the content of a message stands in the text."""
+
+    begin: int
+    end: int
+    skip: int = 0  # see `_text_after`
+    ended: bool = False  # whether it contains its end-of-turn token
+    late: bool = False  # of a message with tool calls: whether it has a content behind the results of the calls
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FixedText:
     """`texts[i]` is the text before content i, and one more after the last content.
 
-    Message i begins `headers[i]` characters into `texts[i]`. If the header reaches the content, the message begins
-    further on, as far as the content agrees with `header_rests[i]`: a header may contain the first words of the answer.
-    Message i ends `ends[i]` characters into `texts[i + 1]`.
+    `headers[i]` are positions in `texts[i]`. A header may contain the first words of the answer, so it may reach into
+    the content. Message i ends `ends[i]` characters into `texts[i + 1]`.
     """
 
     texts: list[str]
-    headers: list[int]
-    header_rests: list[str]
+    headers: list[_Header]
     ends: list[int]
+    special: re.Pattern[str]
 
-    def boundaries(self, starts: Sequence[int], text: str) -> Boundaries:
-        """The boundaries in a text in which `texts` start at `starts`."""
-        headers = [start + header for start, header in zip(starts[:-1], self.headers, strict=True)]
-        for i, rest in enumerate(self.header_rests):
-            headers[i] += _common_words(rest, text[headers[i] : headers[i] + len(rest) + 1])
-        return headers, [start + end for start, end in zip(starts[1:], self.ends, strict=True)]
+    def turns(self, starts: Sequence[int], text: str) -> _Turns:
+        """The turns of a text in which `texts` start at `starts`."""
+        moved = [
+            _Header(start + at, given, start + least)
+            for start, (at, given, least) in zip(starts[:-1], self.headers, strict=True)
+        ]
+        return _Turns(
+            headers=[header.at if header.given else header.least for header in moved],
+            begins=[_header_end(self.special, text, header) for header in moved],
+            ends=[start + end for start, end in zip(starts[1:], self.ends, strict=True)],
+        )
 
 
 def _fixed_text(
-    messages: Messages, texts: list[str], template: ChatTemplate, *, prompt: bool, ended: Sequence[bool] | None = None
+    messages: Messages, texts: list[str], template: ChatTemplate, *, prompt: bool, shown: Sequence[_Shown] | None = None
 ) -> _FixedText:
     """Divide the text between two contents into the end of one turn and the header of the next.
 
     The end of a turn is what follows its content if the conversation ends there. The header is what a generation prompt
-    adds to that. `ended`: which contents contain their end-of-turn token already.
+    adds to that.
     """
     special = _cached(template.tokenizer).special
-    first = template.try_render([], prompt=True) if messages[0]["role"] == "assistant" else None
-    headers, rests, ends = [_common_length(first, texts[0]) if first else 0], [""], []
+    headers, ends = [_first_header(texts[0], messages, template)], []
     for i, text in enumerate(texts[1:]):
         is_last = i == len(messages) - 1
         if is_last and not prompt:
             ends.append(len(text))
             break
-        tail = _text_after(messages[: i + 1], template)
-        ends.append(_turn_end(special, text, tail, ended=ended is not None and ended[i]))
+        skip, ended, late = (shown[i].skip, shown[i].ended, shown[i].late) if shown else (0, False, False)
+        until = [*messages[:i], _with_content(messages[i], "") if late else messages[i]]
+        tail = _text_after(until, template, skip)
+        by_next = messages[i]["role"] == "assistant" and not (is_last or messages[i + 1]["role"] == "assistant")
+        ends.append(_turn_end(special, text, tail, ended=ended, by_next=by_next))
         if is_last:
             break
-        header, rest = ends[-1], ""
+        header = None
         if messages[i + 1]["role"] == "assistant":
-            prompted = _text_after(messages[: i + 1], template, prompt=True)
-            header, rest = _header_end(special, text, ends[-1], tail, prompted)
-        headers.append(header)
-        rests.append(rest)
-    return _FixedText(texts=texts, headers=headers, header_rests=rests, ends=ends)
+            prompted = _text_after(until, template, skip, prompt=True)
+            header = _prompted_header(text, ends[-1], tail, prompted) or _usual_header(
+                text, ends[-1], messages, template
+            )
+        headers.append(header or _Header(ends[-1], "", ends[-1]))
+    return _FixedText(texts=texts, headers=headers, ends=ends, special=special)
 
 
-def _text_after(messages: Messages, template: ChatTemplate, *, prompt: bool = False) -> str | None:
-    """The text after the content of the last of these messages; None if the content is not shown."""
+def _text_after(messages: Messages, template: ChatTemplate, skip: int = 0, *, prompt: bool = False) -> str | None:
+    """The text after the content of the last of these messages; None if the content is not shown.
+
+    `skip`: the number of characters that a placeholder adds behind it, such as a quotation mark.
+    """
     text = _with_placeholder(messages, len(messages) - 1, template, prompt=prompt)
-    return None if text is None else text.rpartition(PLACEHOLDER)[2]
+    return None if text is None else text.rpartition(PLACEHOLDER)[2][skip:]
 
 
 def _with_placeholder(messages: Messages, index: int, template: ChatTemplate, *, prompt: bool) -> str | None:
     """The text with a placeholder for the content of a message; None if it is not shown.
 
-    The message has no tool calls, unless the template requires them.
+    Of a message with tool calls, the placeholder stands for the arguments of the last call.
     """
-    message = {**messages[index], "content": PLACEHOLDER}
-    for replaced in (_without_calls(message), message):
+    message = messages[index]
+    with_content = _with_content(message, PLACEHOLDER)
+    variants = [_without_calls(with_content), with_content]
+    if message.get("tool_calls"):
+        variants.insert(0, _with_last_arguments(message))
+    for replaced in variants:
         text = template.try_render([*messages[:index], replaced, *messages[index + 1 :]], prompt=prompt)
         if text is not None and PLACEHOLDER in text:
             return text
     return None
 
 
+def _with_content(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The message with another text, in parts if its content has parts: some templates read nothing else."""
+    in_parts = isinstance(message["content"], list)
+    return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
+def _with_last_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    *others, last = message["tool_calls"]
+    function = last.get("function", last)
+    as_text = isinstance(function.get("arguments"), str)
+    function = {**function, "arguments": PLACEHOLDER if as_text else {PLACEHOLDER: PLACEHOLDER}}
+    return {**message, "tool_calls": [*others, {**last, "function": function} if "function" in last else function]}
+
+
 def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _turn_end(special: re.Pattern[str], text: str, tail: str | None, *, ended: bool) -> int:
-    """How many characters of `text` end the turn before it. `tail`: the text that ends a conversation at this turn."""
+def _turn_end(special: re.Pattern[str], text: str, tail: str | None, *, ended: bool, by_next: bool) -> int:
+    """How many characters of `text` end the turn before it. `tail`: the text that ends a conversation at this turn.
+
+    `by_next`: the first token of the next header ends this turn, if nothing else does: the model stops there.
+    """
     token = None if ended else re.compile(f"({special.pattern})\\s*").match(text)
     # If no conversation can end here, or the last turn ends with another token, a special token still ends this turn.
     if tail is None or (token and special.match(tail) and _common_length(tail, token.group(1)) < len(token.group(1))):
         return token.end() if token else 0
-    return _not_inside(special, text, _common_words(tail, text))
+    end = _not_inside(special, text, 0, _common_words(tail, text))
+    following = special.match(text, end) if by_next and not ended and not special.search(tail) else None
+    return following.end() if following else end
 
 
-def _header_end(
-    special: re.Pattern[str], text: str, end: int, tail: str | None, prompted: str | None
-) -> tuple[int, str]:
-    """(how many characters of `text` precede the answer, the rest of the header, which the answer may begin with).
+def _first_header(text: str, messages: Messages, template: ChatTemplate) -> _Header:
+    """The header of the first message. An assistant did not write what the template puts before it."""
+    if messages[0]["role"] != "assistant":
+        return _Header(0, "", 0)
+    return _usual_header(text, 0, messages, template) or _Header(len(text), "", len(text))
+
+
+def _prompted_header(text: str, end: int, tail: str | None, prompted: str | None) -> _Header | None:
+    """The header that follows the end of a turn in the text between two contents; None if a prompt shows none.
 
     `tail` and `prompted` follow the content before: at the end of a conversation, and with a generation prompt.
     """
-    if prompted is None:
-        return end, ""
-    if tail is not None and prompted.startswith(tail):
-        header = prompted[len(tail) :]
-        length = _common_words(header, text[end:])
-        if end + length == len(text):
-            return len(text), header[length:]
-        if length:
-            return max(end, _not_inside(special, text, end + length)), ""
-    length = _common_words(prompted, text)
-    return max(end, _not_inside(special, text, length)), prompted[length:] if length == len(text) else ""
+    if tail is not None and prompted is not None and prompted.startswith(tail):
+        given = prompted[len(tail) :]
+        if given and (end == len(text) or _common_words(given, text[end:])):
+            return _Header(end, given, end)
+    if prompted is not None and _common_words(prompted, text) > end:
+        return _Header(0, prompted, end)
+    return None
 
 
-def _not_inside(special: re.Pattern[str], text: str, at: int) -> int:
-    """`at`, or the beginning of the special token of `text` that `at` would cut in two."""
-    return next((token.start() for token in special.finditer(text) if token.start() < at < token.end()), at)
+def _usual_header(text: str, end: int, messages: Messages, template: ChatTemplate) -> _Header | None:
+    """As `_prompted_header`, for templates that write a header and leave it out of the prompt at this place.
+
+    It begins as the header that a prompt adds to the first message of a user.
+    """
+    asked = [_with_content({"role": "user", "content": messages[0]["content"]}, PLACEHOLDER)]
+    tail, prompted = _text_after(asked, template), _text_after(asked, template, prompt=True)
+    if tail is None or prompted is None:
+        return None
+    given = prompted[_common_length(tail, prompted) :]
+    for length in (len(given), *(word.end() for word in reversed(list(re.finditer(r"[\s>\]]", given))))):
+        at = text.find(given[:length], end)
+        if at >= 0:
+            return _Header(at, given, end)
+    return None
+
+
+def _header_end(special: re.Pattern[str], text: str, header: _Header) -> int:
+    """Where the message behind the header begins."""
+    length = _common_words(header.given, text[header.at : header.at + len(header.given) + 1])
+    return max(header.least, _not_inside(special, text, header.at, header.at + length))
+
+
+def _not_inside(special: re.Pattern[str], text: str, begin: int, at: int) -> int:
+    """`at`, or the beginning of the special token behind `begin` that `at` would cut in two."""
+    for token in special.finditer(text, begin):
+        if token.end() >= at:
+            return token.start() if token.start() < at < token.end() else at
+    return at
 
 
 # -- Message by message.
 
 
-def _boundaries_one_by_one(plain: Messages, text: str, template: ChatTemplate, *, prompt: bool) -> Boundaries:
-    """The boundaries in any conversation, with a placeholder for one content after the other."""
-    contents = [_content_span(plain, i, text, template, prompt=prompt) for i in range(len(plain))]
-    texts, starts, ended = [], [0], []
+def _turns_one_by_one(plain: Messages, text: str, template: ChatTemplate, *, prompt: bool) -> _Turns:
+    """The turns of any conversation, with a placeholder for one content after the other."""
+    found = [_find_content(plain, i, text, template, prompt=prompt) for i in range(len(plain))]
+    texts, starts, shown = [], [0], []
     special = _cached(template.tokenizer).special
-    for i, span in enumerate(contents):
-        later = [other[0] for other in contents[i + 1 :] if other is not None]
-        if span is None or span[0] < starts[-1] or any(begin < span[0] for begin in later):
-            span = starts[-1], starts[-1]  # not shown, or shown elsewhere
-        span = span[0], min([span[1], *later])  # results of tools may be shown within the call
-        texts.append(text[starts[-1] : span[0]])
-        starts.append(span[1])
-        shown = text[span[0] : span[1]].rstrip()
-        ended.append(any(token.end() == len(shown) for token in special.finditer(shown)))
+    for i, content in enumerate(found):
+        later = [other.begin for other in found[i + 1 :] if other is not None]
+        if content is None or content.begin < starts[-1] or any(begin < content.begin for begin in later):
+            content = _Shown(starts[-1], starts[-1])  # not shown, or shown elsewhere
+        end = min([content.end, *later])  # results of tools may be shown within the call
+        texts.append(text[starts[-1] : content.begin])
+        starts.append(end)
+        written = text[content.begin : end].rstrip()
+        ended = any(token.end() == len(written) for token in special.finditer(written))
+        shown.append(content._replace(ended=ended))
     texts.append(text[starts[-1] :])
-    return _fixed_text(plain, texts, template, prompt=prompt, ended=ended).boundaries(starts, text)
+    late = _late_contents(plain, text, template, found, prompt=prompt)
+    shown = [content._replace(late=i in late) for i, content in enumerate(shown)]
+    turns = _fixed_text(plain, texts, template, prompt=prompt, shown=shown).turns(starts, text)
+    return replace(turns, late=late)
 
 
-def _content_span(
-    plain: Messages, index: int, text: str, template: ChatTemplate, *, prompt: bool
-) -> tuple[int, int] | None:
-    """Where the content of a message stands in the text; None if it is not shown."""
+def _find_content(plain: Messages, index: int, text: str, template: ChatTemplate, *, prompt: bool) -> _Shown | None:
+    """Where the content of a message stands in the text; None if it is not shown.
+
+    Of a message with tool calls, it is the arguments of the last call.
+    """
     other = _with_placeholder(plain, index, template, prompt=prompt)
     if other is not None:
-        begin = min(_common_length(other, text), other.index(PLACEHOLDER))
-        behind = len(other) - other.rindex(PLACEHOLDER) - len(PLACEHOLDER)
-        behind = min(_common_length(other[::-1], text[::-1]), behind)
-        return begin, max(begin, len(text) - behind)
+        return _difference(text, other)
     # The template requires the tool calls of the message and shows no content beside them. Then the message is what the
     # conversation up to it adds to the conversation before it.
     before = template.try_render(plain[:index], prompt=plain[index]["role"] == "assistant") if index else ""
@@ -343,7 +463,32 @@ def _content_span(
     if before is None or until is None:
         return None
     begin, end = _common_length(before, text), _common_length(until, text)
-    return (begin, end) if begin < end else None
+    return _Shown(begin, end) if begin < end else None
+
+
+def _difference(text: str, other: str) -> _Shown:
+    """Where a text differs from `other`, which has a placeholder there."""
+    begin = min(_common_length(other, text), other.index(PLACEHOLDER))
+    behind = len(other) - other.rindex(PLACEHOLDER) - len(PLACEHOLDER)
+    same = min(_common_length(other[::-1], text[::-1]), behind)
+    return _Shown(begin, max(begin, len(text) - same), skip=behind - same)
+
+
+def _late_contents(
+    plain: Messages, text: str, template: ChatTemplate, found: Sequence[_Shown | None], *, prompt: bool
+) -> dict[int, int]:
+    """Message with tool calls -> where its content begins, if the results of the calls stand before it."""
+    late = {}
+    for i, message in enumerate(plain[:-1]):
+        result = found[i + 1]
+        if not message.get("tool_calls") or not message["content"] or plain[i + 1]["role"] != "tool" or result is None:
+            continue
+        other = template.try_render([*plain[:i], _with_content(message, PLACEHOLDER), *plain[i + 1 :]], prompt=prompt)
+        if other is not None and PLACEHOLDER in other:
+            content = _difference(text, other)
+            if result.end <= content.begin < content.end:
+                late[i] = content.begin
+    return late
 
 
 # -- Cached layouts.
@@ -354,13 +499,13 @@ _Layout = _FixedText | list[str] | None
 messages it omits. None: contents are not in order, or messages have more than a content."""
 
 
-def _boundaries(layout: _FixedText | None, plain: Messages, text: str) -> Boundaries | None:
-    """The boundaries in a text of this layout; None if it may have another."""
+def _turns(layout: _FixedText | None, plain: Messages, text: str) -> _Turns | None:
+    """The turns of a text of this layout; None if it may have another."""
     if layout is None or not all(isinstance(message["content"], str) for message in plain):
         return None
     contents = [message["content"] for message in plain]
     starts = _starts_verbatim(layout, contents, text) or _starts_between(layout, contents, text)
-    return None if starts is None else layout.boundaries(starts, text)
+    return None if starts is None else layout.turns(starts, text)
 
 
 def _starts_verbatim(fixed: _FixedText, contents: Sequence[str], text: str) -> list[int] | None:
@@ -382,7 +527,10 @@ def _starts_verbatim(fixed: _FixedText, contents: Sequence[str], text: str) -> l
 
 def _starts_between(fixed: _FixedText, contents: Sequence[str], text: str) -> list[int] | None:
     """As `_starts_verbatim`, for templates that change contents (omit thoughts): by the ends of turns and headers."""
-    ends = [piece[:header] for piece, header in zip(fixed.texts[1:-1], fixed.headers[1:], strict=True)]
+    ends = [
+        piece[: _header_end(fixed.special, piece, header)]
+        for piece, header in zip(fixed.texts[1:-1], fixed.headers[1:], strict=True)
+    ]
     wanted = {*ends, fixed.texts[-1]}
     if "" in wanted or any(end in content for end in wanted for content in contents):
         return None
@@ -419,7 +567,7 @@ def _layout(plain: Messages, template: ChatTemplate, *, prompt: bool) -> _Layout
     layouts = _cached(template.tokenizer).layouts
     key = (
         template.source,
-        tuple((message["role"], *sorted(message)) for message in plain),
+        tuple((message["role"], isinstance(message["content"], str), *sorted(message)) for message in plain),
         json.dumps(template.tools, sort_keys=True) if template.tools else "",
         json.dumps(dict(template.kwargs), sort_keys=True, default=str) if template.kwargs else "",
         prompt,
@@ -434,7 +582,7 @@ def _layout(plain: Messages, template: ChatTemplate, *, prompt: bool) -> _Layout
 
 def _find_layout(plain: Messages, template: ChatTemplate, *, prompt: bool) -> _Layout:
     names = [f"MESSAGE{i}CONTENT" for i in range(len(plain))]
-    replaced = [{**message, "content": name} for message, name in zip(plain, names, strict=True)]
+    replaced = [_with_content(message, name) for message, name in zip(plain, names, strict=True)]
     text = template.try_render(replaced, prompt=prompt)
     if text is None:
         return None
