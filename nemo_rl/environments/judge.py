@@ -24,6 +24,7 @@ from nemo_rl.environments.http_client import RETRY_STATUSES, HttpFailure, JsonCl
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns, response_text
 from nemo_rl.types import LLMMessageLogType
+from nemo_rl.utils.control_tokens import hide, tokenise
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score, one_text
 
 logger = logging.getLogger(__name__)
@@ -226,6 +227,8 @@ class ModelJudge:
             model: Any = AutoModelForCausalLM.from_pretrained(cfg.model_name, dtype=getattr(torch, cfg.precision))
         except (OSError, ValueError) as error:
             raise ValueError(f"model_name: the judge {cfg.model_name!r} cannot be loaded: {error}") from error
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"model_name: the judge {cfg.model_name!r} has no fast tokenizer; give another judge")
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"model_name: the judge {cfg.model_name!r} has no chat template; give a model that was trained to chat"
@@ -256,11 +259,11 @@ class ModelJudge:
     def _tokenize(self, prompt: str) -> list[int] | str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+                [{"role": "user", "content": hide(prompt, self.tokenizer)}], tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             return f"the chat template of the judge refuses the prompt: {error}"
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids, _ = tokenise(text, self.tokenizer)
         if self.max_length is not None and len(ids) + self.cfg.max_new_tokens > self.max_length:
             return (
                 f"a prompt of {len(ids)} tokens and a reply of {self.cfg.max_new_tokens} (max_new_tokens) are more "

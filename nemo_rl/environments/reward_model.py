@@ -14,7 +14,8 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.rewards import conversation_and_turns
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
-from nemo_rl.utils.tokenizer import get_tokenizer, strftime_now
+from nemo_rl.utils.control_tokens import hide, tokenise
+from nemo_rl.utils.tokenizer import get_tokenizer, strftime_now, takes_control_tokens
 
 
 class RewardModelFiles(NamedTuple):
@@ -117,6 +118,8 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         """The tokens of a conversation. ValueError when the template refuses it, or it is too long."""
         # Chat templates know the role `user` for the other side, and no role `environment`.
         messages = [{**message, "role": message["role"].replace("environment", "user")} for message in conversation]
+        if not takes_control_tokens(self.tokenizer.get_chat_template()):
+            messages = [m if m["role"] == "assistant" else hide(m, self.tokenizer) for m in messages]
         try:
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=strftime_now))
         except TemplateError as error:
@@ -130,8 +133,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
             text = bos + text
         if self.cfg.add_eos and not text.rstrip().endswith(eos):
             text += eos
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        assert isinstance(ids, list)
+        ids, _ = tokenise(text, self.tokenizer)
         if self.max_length is not None and len(ids) > self.max_length:
             raise ValueError(
                 f"a conversation of {len(ids)} tokens is longer than the {self.max_length} that the reward model "

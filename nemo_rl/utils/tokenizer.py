@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -12,12 +12,22 @@ logger = logging.getLogger(__name__)
 
 PASSTHROUGH_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
 
+TAKES_CONTROL_TOKENS = "{#- control tokens in contents are tokens -#}"  # in the template, which goes where it is used
+
 TEMPLATE_TIME = datetime(2024, 7, 26)  # the date that templates of Llama 3.2 write if there is no clock
 
 
 def strftime_now(format: str) -> str:
     """The clock of chat templates. It stands still, so that a row always has the same tokens."""
     return TEMPLATE_TIME.strftime(format)
+
+
+def takes_control_tokens(chat_template: str) -> bool:
+    """Whether a control token in a message is a token, rather than text, in conversations of this template.
+
+    Without a template the messages are the whole text, with the control tokens of their author.
+    """
+    return TAKES_CONTROL_TOKENS in chat_template or chat_template.endswith(PASSTHROUGH_TEMPLATE)
 
 
 class TokenizerSettings(Protocol):
@@ -30,6 +40,8 @@ class TokenizerSettings(Protocol):
     def chat_template(self) -> str | None: ...
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def control_tokens_in_messages(self) -> Literal["text", "tokens"]: ...
 
 
 def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
@@ -37,7 +49,8 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
 
     `cfg.chat_template`: "default" is the tokenizer's own; None concatenates the contents of the messages; otherwise a
     Jinja text, or the path of a `.jinja` file. `chat_template_kwargs` become defaults inside the template, so that they
-    apply wherever it is used, including saved checkpoints. A missing pad token becomes the end-of-sequence token.
+    apply wherever it is used, including saved checkpoints; so does `control_tokens_in_messages`. A missing pad token
+    becomes the end-of-sequence token.
 
     Raises:
         ValueError: the tokenizer does not exist, is not a fast one, or lacks a vocabulary, an end-of-sequence token or
@@ -70,7 +83,8 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
         f"{{%- if {name} is not defined -%}}{{%- set {name} = {value!r} -%}}{{%- endif -%}}"
         for name, value in (cfg.chat_template_kwargs or {}).items()
     )
-    tokenizer.chat_template = defaults + _template(cfg, tokenizer)
+    mark = TAKES_CONTROL_TOKENS if cfg.control_tokens_in_messages == "tokens" else ""
+    tokenizer.chat_template = mark + defaults + _template(cfg, tokenizer).replace(TAKES_CONTROL_TOKENS, "")
     return tokenizer
 
 

@@ -17,6 +17,7 @@ from nemo_rl.data.chat.template import Chat, ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
 from nemo_rl.types import LLMMessageLogType, Pixels, RenderedObservation
+from nemo_rl.utils.control_tokens import restore, tokenise
 from nemo_rl.utils.task_formats import one_text
 
 
@@ -81,7 +82,7 @@ def get_formatted_message_log(
             for a, b in answers
         ]
         text = shown.text[shown.begins[number] : [*shown.begins, None][number + 1]]
-        texts = {"content": text, "unrendered": message.get("content")}
+        texts = {"content": restore(text, tokenizer), "unrendered": message.get("content")}
         formatted.append({**message, **texts, "token_ids": all_ids[first:last], "loss_spans": spans})
         if own := [replace(span, start=span.start - first) for span in placed if first <= span.start < last]:
             formatted[-1]["images"] = own
@@ -105,7 +106,7 @@ def _filled(spec: TaskDataSpec, content: Any) -> Any:
 
 
 def tokenised(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The tokens of a rendered text, and the character at which each of them begins.
+    """The tokens of a rendered text, and the character at which each of them begins. Hidden control tokens are text.
 
     Raises ValueError for half of a surrogate pair: JSON may hold one, and no tokenizer takes it.
     """
@@ -114,8 +115,7 @@ def tokenised(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int],
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"a text has {half!r}, half of a character such as an emoji; remove or replace it") from error
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+    return tokenise(text, tokenizer)
 
 
 def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> tuple[list[int], list[int]]:

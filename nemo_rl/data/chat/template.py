@@ -22,7 +22,8 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nemo_rl.utils.tokenizer import strftime_now
+from nemo_rl.utils.control_tokens import control_token_pattern, hide
+from nemo_rl.utils.tokenizer import strftime_now, takes_control_tokens
 
 Spans = list[tuple[int, int]]
 Messages = Sequence[Mapping[str, Any]]
@@ -58,18 +59,25 @@ class ChatTemplate:
     def render(self, messages: Messages, *, prompt: bool = False) -> tuple[str, Spans]:
         """The text, and the spans of its `{% generation %}` blocks; `prompt` adds the header of an answer.
 
-        A template that writes today's date gets a constant date instead (`TEMPLATE_TIME`).
+        A template that writes today's date gets a constant date instead (`TEMPLATE_TIME`). Control tokens that others
+        than the assistant wrote are hidden in the text, for `control_tokens.tokenise`.
         """
         source = self.source
         rendered, blocks = render_jinja_template(
-            conversations=[list(messages)],  # pyright: ignore[reportArgumentType]  (messages are plain dicts)
-            tools=cast(Any, self.tools),
+            conversations=[[self.hide(message) for message in messages]],
+            tools=cast(Any, self.tools if takes_control_tokens(source) else hide(self.tools, self.tokenizer)),
             chat_template=source,
             return_assistant_tokens_mask=GENERATION_BLOCK.search(source) is not None,
             add_generation_prompt=prompt,
             **{"strftime_now": strftime_now, **self.tokenizer.special_tokens_map, **self.kwargs},
         )
         return str(rendered[0]), cast(Spans, blocks[0] if blocks else [])
+
+    def hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with control tokens hidden, unless the assistant wrote it or the template takes them."""
+        if message["role"] == "assistant" or takes_control_tokens(self.source):
+            return dict(message)
+        return hide(message, self.tokenizer)
 
     def try_render(self, messages: Messages, *, prompt: bool = False) -> str | None:
         """The text, or None if the template refuses: some require a user message, or alternating turns."""
@@ -105,7 +113,9 @@ def format_chat(
         ValueError: if the template refuses the conversation, or omits all messages of a role, tool calls or tools.
     """
     prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
-    plain, text, blocks = _rendered([plain_message(message) for message in messages], template, prompt=prompt)
+    plain, text, blocks = _rendered(
+        [template.hide(plain_message(message)) for message in messages], template, prompt=prompt
+    )
     _require_calls_and_tools(plain, text, template, prompt=prompt)
     layout = _layout(plain, template, prompt=prompt)
     if isinstance(layout, list):
@@ -155,7 +165,7 @@ def _divided(
     text: str, turns: "_Turns", plain: Messages, template: ChatTemplate, *, headers_are_given: bool
 ) -> tuple[list[int], list[Spans]]:
     """(where the text of each message begins, and the end of the text; what the author of each message wrote)."""
-    special = _cached(template.tokenizer).special
+    special = control_token_pattern(template.tokenizer)
     starts = turns.begins if headers_are_given else [turns.headers[0], *turns.ends[:-1]]
     begins = [0, *starts[1:], len(text)]
     answers: list[Spans] = [[(a, _trimmed(text, a, b, special))] for a, b in zip(starts, turns.ends, strict=True)]
@@ -289,7 +299,7 @@ def _fixed_text(
     The end of a turn is what follows its content if the conversation ends there. The header is what a generation prompt
     adds to that.
     """
-    special = _cached(template.tokenizer).special
+    special = control_token_pattern(template.tokenizer)
     headers, ends = [_first_header(texts[0], messages, template)], []
     for i, text in enumerate(texts[1:]):
         is_last = i == len(messages) - 1
@@ -430,7 +440,7 @@ def _turns_one_by_one(plain: Messages, text: str, template: ChatTemplate, *, pro
     """The turns of any conversation, with a placeholder for one content after the other."""
     found = [_find_content(plain, i, text, template, prompt=prompt) for i in range(len(plain))]
     texts, starts, shown = [], [0], []
-    special = _cached(template.tokenizer).special
+    special = control_token_pattern(template.tokenizer)
     for i, content in enumerate(found):
         later = [other.begin for other in found[i + 1 :] if other is not None]
         if content is None or content.begin < starts[-1] or any(begin < content.begin for begin in later):
@@ -546,25 +556,11 @@ def _starts_between(fixed: _FixedText, contents: Sequence[str], text: str) -> li
     return starts if starts[-1] >= cursor else None
 
 
-class _TokenizerCache(NamedTuple):
-    special: re.Pattern[str]  # any special token of the tokenizer
-    layouts: OrderedDict[Any, _Layout]
-
-
-_caches: WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerCache] = WeakKeyDictionary()
-
-
-def _cached(tokenizer: PreTrainedTokenizerBase) -> _TokenizerCache:
-    if tokenizer not in _caches:
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        longest_first = sorted({*special, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
-        special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        _caches[tokenizer] = _TokenizerCache(special_pattern, OrderedDict())
-    return _caches[tokenizer]
+_layouts: WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[Any, _Layout]] = WeakKeyDictionary()
 
 
 def _layout(plain: Messages, template: ChatTemplate, *, prompt: bool) -> _Layout:
-    layouts = _cached(template.tokenizer).layouts
+    layouts = _layouts.setdefault(template.tokenizer, OrderedDict())
     key = (
         template.source,
         tuple((message["role"], isinstance(message["content"], str), *sorted(message)) for message in plain),

@@ -37,6 +37,10 @@ class TokenizerConfig(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the template, e.g. `{enable_thinking: true}`."""
 
+    control_tokens_in_messages: Literal["text", "tokens"] = "text"
+    """What `<|im_end|>` is in a message that others than the assistant wrote: `text`, or `tokens`, which end the turn.
+    With `chat_template: null` they are tokens."""
+
 
 class OptimizerConfig(StrictModel):
     """The optimizer."""

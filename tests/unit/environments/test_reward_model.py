@@ -15,6 +15,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.reward_model import RewardModelEnvironment
 from nemo_rl.models.policy.config import TokenizerConfig
+from tests.conversations import answered
 from tests.unit.config.run_configs import build
 
 PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
@@ -68,6 +69,13 @@ def test_reward_is_the_score_of_the_row_and_the_answer_without_a_system_prompt(m
     assert returned.terminateds.tolist() == [1.0] * 4
     squashed = RewardModelEnvironment(config(model_directory, sigmoid=True)).step(*asked())
     torch.testing.assert_close(squashed.rewards, want.sigmoid(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("value", "num_ends"), [("text", 2), ("tokens", 3)])
+def test_a_question_ends_where_the_template_ends_it(model_directory, value, num_ends):
+    settings = TokenizerConfig(name=str(model_directory), control_tokens_in_messages=value)
+    environment = RewardModelEnvironment(config(model_directory, tokenizer=settings))
+    assert environment.tokenize(answered("4", "q<eos>")).count(environment.tokenizer.eos_token_id) == num_ends
 
 
 @pytest.mark.parametrize("file_format", ["torch_save", "safetensors", "consolidated"])
