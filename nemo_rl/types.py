@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 Message = dict[str, Any]
-"""`{"role", "content"}`, plus `token_ids` (list[int]) once tokenised, plus `generation_logprobs` on sampled turns."""
+"""`{"role", "content"}`, plus `token_ids` (list[int]) once tokenised.
+
+In an episode, the turns that the policy wrote have `"sampled": True`. No other message has the key: a turn of an
+assistant in the prompt has not, either."""
 
 LLMMessageLogType = list[Message]
 
@@ -263,7 +266,7 @@ class Sample:
     token_ids: np.ndarray  # int64 [T]
     token_mask: np.ndarray  # bool [T]; True on tokens the policy sampled
     generation_logprobs: np.ndarray  # float32 [T]; 0 where token_mask is False
-    messages: list[dict[str, str]] = field(default_factory=list)  # role and content, to be read
+    messages: list[Message] = field(default_factory=list)  # role, content and `sampled`, to be read
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that the environment gave its last turn, by name
     # Experts that generation chose for the first N tokens, uint8 or int16 [N, layers, K], if it reports them.
     routed_experts: np.ndarray | None = None

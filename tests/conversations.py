@@ -11,6 +11,11 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
+def sampled(content: str) -> dict[str, Any]:
+    """A turn that the policy wrote in this episode."""
+    return assistant(content, sampled=True)
+
+
 def answered(answer: str, asked: str = "1+1") -> list[dict[str, Any]]:
     """One turn, as environments see it."""
-    return [user(asked), assistant(answer)]
+    return [user(asked), sampled(answer)]

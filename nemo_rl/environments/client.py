@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, mean_metrics, total
+from nemo_rl.environments.interfaces import MESSAGE_KEYS, EnvironmentInterface, EnvironmentReturn, mean_metrics, total
 from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus, are_stop_strings
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ Outcome = EnvironmentStep | EnvironmentFailure
 @dataclass
 class _Request:
     sample_id: str
-    messages: list[dict[str, str]]
+    messages: LLMMessageLogType
     metadata: Any
     result: asyncio.Future[EnvironmentStep]
 
@@ -82,11 +82,11 @@ class EnvironmentClient:
         self._ended_at: float | None = None  # when the process was ended; None once the next one answers
 
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
-        """The environment's answer to the last turn of a conversation; only role and content of messages are sent.
+        """The environment's answer to the last turn of a conversation; of messages only `MESSAGE_KEYS` are sent.
 
         EnvironmentFailure names the environment, the sample and the problem.
         """
-        messages = [{"role": message["role"], "content": message["content"]} for message in message_log]
+        messages = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in message_log]
         request = _Request(sample_id, messages, metadata, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._sender is None or self._sender.done():

@@ -12,6 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.types import LLMMessageLogType
 
 FinishedSamples = BatchedDataDict[Any]
+MESSAGE_KEYS = ("role", "content", "sampled")  # that environments see
 SHUTDOWN_TIMEOUT_S = 10.0  # of all environments of a run together
 
 
@@ -64,7 +65,10 @@ class EnvironmentInterface[MetadataT](ABC):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Answer the last turn of each conversation. Messages hold `role` and `content` only.
+        """Answer the last turn of each conversation.
+
+        Messages hold `role` and `content`. The turns that the policy wrote in this episode also have `"sampled": True`:
+        a prompt may have turns of an assistant, too.
 
         An exception fails the conversations of the batch: they get no reward, and are counted. With `may_repeat_step`
         the batch is tried again one conversation at a time, so that only those fail that raise by themselves.

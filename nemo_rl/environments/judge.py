@@ -4,6 +4,7 @@ The judge is a model behind an OpenAI-compatible server (`ServerJudge`), or one 
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from nemo_rl.environments.client import excerpt
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
 from nemo_rl.environments.http_client import RETRY_STATUSES, HttpFailure, JsonClient
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
-from nemo_rl.environments.rewards import conversation_and_turns, response_text
+from nemo_rl.environments.rewards import conversation_of, response_text
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.control_tokens import hide, tokenise
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score, one_text
@@ -55,7 +56,7 @@ class Vote:
 
 
 class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
-    """Scores the turns that follow `metadata["messages"]`; `metadata["ground_truth"]` is the reference, if any.
+    """Scores what the policy wrote after `metadata["messages"]`; `metadata["ground_truth"]` is the reference, if any.
 
     An answer has a reward if all its votes have a score. Any other outcome (no server, no score in several replies, no
     time) is in `failures`.
@@ -107,12 +108,12 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     def _prompt(self, log: LLMMessageLogType, metadata: Mapping[str, Any] | None) -> str:
         """The question to the judge about a conversation. ValueError if the row lacks a part of it."""
-        said, turns = conversation_and_turns(log, metadata, reader="judge")
-        whole = "\n".join(f"{message['role']}: {message['content']}" for message in said)
+        said = conversation_of(metadata, reader="judge")
+        whole = "\n".join(f"{message['role']}: {message['content']}{_calls(message)}" for message in said)
         question = said[0]["content"] if len(said) == 1 else whole
         given = (metadata or {}).get("ground_truth")
         reference = None if given is None else one_text(given, "as ground_truth")
-        return fill(self.template, question=question, answer=response_text(turns), reference=reference)
+        return fill(self.template, question=question, answer=response_text(log), reference=reference)
 
     def _score(self, waiting: list[Vote]) -> None:
         """Ask until every vote has a score or has failed."""
@@ -150,6 +151,10 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
         counts = {name: float(self.counts[name]) for name in names}
         self.counts.clear()
         return batch, counts
+
+
+def _calls(message: Mapping[str, Any]) -> str:
+    return "".join(json.dumps(call) for call in message.get("tool_calls", ()))
 
 
 class ServerJudge:

@@ -35,6 +35,7 @@ from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Out
 from nemo_rl.environments.config import RemoteEnvironmentConfig
 from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
 from nemo_rl.environments.interfaces import (
+    MESSAGE_KEYS,
     SHUTDOWN_TIMEOUT_S,
     EnvironmentInterface,
     EnvironmentReturn,
@@ -86,6 +87,7 @@ class Health(Versioned):
 class Message(_Model):
     role: str
     content: str
+    sampled: bool = False  # the policy wrote it in this episode
 
 
 class Observation(_Model):
@@ -262,7 +264,7 @@ class _Connection:
         self, session: aiohttp.ClientSession, logs: list[LLMMessageLogType], metadata: list[Any]
     ) -> list[Outcome]:
         batch = [
-            {"messages": [{"role": said["role"], "content": said["content"]} for said in log], "metadata": known}
+            {"messages": [{key: said[key] for key in MESSAGE_KEYS if key in said} for said in log], "metadata": known}
             for log, known in zip(logs, metadata, strict=True)
         ]
         try:
@@ -416,7 +418,7 @@ class EnvironmentServer:
         return 500, json.dumps({"error": str(error) or repr(error)}).encode()
 
     def _step(self, request: StepRequest) -> dict[str, Any]:
-        logs: list[Any] = [[said.model_dump() for said in one.messages] for one in request.batch]
+        logs: list[Any] = [[said.model_dump(exclude_defaults=True) for said in one.messages] for one in request.batch]
         metadata = [one.metadata for one in request.batch]
         return write_steps(step_each(self.environment, logs, metadata, name=self.name, executor=self._environment))
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
-from nemo_rl.environments.rewards import conversation_and_turns
+from nemo_rl.environments.rewards import conversation_of, prompt_and_episode
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
 from nemo_rl.utils.control_tokens import hide, tokenise
@@ -161,7 +161,8 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         """One turn, then the episode is over. ValueError as `tokenize`, or without the conversation."""
         conversations = []
         for log, known in zip(message_log_batch, metadata, strict=True):
-            said, turns = conversation_and_turns(log, known, reader="reward model")
+            # The prompt in `log` has gone through the policy's chat template.
+            said, (_, turns) = conversation_of(known, reader="reward model"), prompt_and_episode(log)
             conversations.append([*said, *({"role": turn["role"], "content": str(turn["content"])} for turn in turns)])
         scores = self.score(conversations)
         return one_turn([f"reward {score:.4f}" for score in scores.tolist()], metadata, scores)

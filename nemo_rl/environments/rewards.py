@@ -1,7 +1,8 @@
 """Reward functions: `(messages, metadata, **kwargs) -> float`, by name or by import path.
 
-`messages` is the conversation (`role` and `content`). `metadata` comes from the row's processor, e.g.
-`{"ground_truth": "4"}`. A function depends on its arguments alone and may be called from several threads at once.
+`messages` is the conversation: `role` and `content`, and `"sampled": True` on the turns that the policy wrote in this
+episode. `response_text` is what it wrote. `metadata` comes from the row's processor, e.g. `{"ground_truth": "4"}`. A
+function depends on its arguments alone and may be called from several threads at once.
 The annotations of keyword arguments say which values the configuration accepts.
 """
 
@@ -22,7 +23,7 @@ from nemo_rl.utils.registry import find
 from nemo_rl.utils.task_formats import one_text
 
 RewardFunction = Callable[..., float]
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 def _is_verifier(name: str) -> str:
@@ -35,9 +36,28 @@ Text = Annotated[str, Field(min_length=1)]
 Verifier = Annotated[str, AfterValidator(_is_verifier)]
 
 
+def prompt_and_episode(messages: Messages) -> tuple[Messages, Messages]:
+    """The messages before the first turn that the policy wrote, and the messages from that turn on.
+
+    ValueError if no turn is marked as its own.
+    """
+    for first, message in enumerate(messages):
+        if message.get("sampled"):
+            return messages[:first], messages[first:]
+    raise ValueError(
+        'no message has "sampled": True, the mark of the turns that the policy wrote; episodes set it, and a script '
+        "that makes conversations by itself has to"
+    )
+
+
+def response_turns(messages: Messages) -> list[str]:
+    """The contents of the turns that the policy wrote in this episode. ValueError as `prompt_and_episode`."""
+    return [message["content"] for message in prompt_and_episode(messages)[1] if message.get("sampled")]
+
+
 def response_text(messages: Messages) -> str:
-    """The contents of the policy's turns, joined."""
-    return "".join(message["content"] for message in messages if message["role"] == "assistant")
+    """`response_turns` as one text, each turn on lines of its own: two turns never make one number."""
+    return "\n".join(response_turns(messages))
 
 
 def conversation_of(metadata: Any, *, reader: str) -> list[dict[str, str]]:
@@ -57,13 +77,6 @@ def conversation_of(metadata: Any, *, reader: str) -> list[dict[str, str]]:
             "expected answer: with reward functions (type: composite), or with a judge"
         )
     return metadata["messages"]
-
-
-def conversation_and_turns(log: Messages, metadata: Any, *, reader: str) -> tuple[list[dict[str, str]], Messages]:
-    """`conversation_of`, and the turns that follow it in `log`, whose prompt has gone through the chat template."""
-    said = conversation_of(metadata, reader=reader)
-    has_task_prompt = log[0]["role"] == "system" and said[0]["role"] != "system"
-    return said, log[len(said) + has_task_prompt :]
 
 
 def _expected(metadata: Any, key: str) -> str:
@@ -199,7 +212,7 @@ def length_reward(
     """1 up to `soft_limit` characters of response, 0 from `hard_limit` on, a straight line between."""
     if not soft_limit < hard_limit:
         raise ValueError(f"length: soft_limit={soft_limit!r} must be below hard_limit={hard_limit!r}")
-    size = len(response_text(messages))
+    size = sum(map(len, response_turns(messages)))
     return min(1.0, max(0.0, (hard_limit - size) / (hard_limit - soft_limit)))
 
 
@@ -302,7 +315,7 @@ def check_arguments(name: str, function: RewardFunction, kwargs: Mapping[str, An
             problem = error.errors(include_url=False)[0]["msg"]
             raise ValueError(f"{name}: {key}: {problem} (got {value!r})") from error
     if function is length_reward:
-        length_reward([], {}, **kwargs)  # its limits depend on each other
+        length_reward([{"role": "assistant", "content": "", "sampled": True}], {}, **kwargs)  # its limits
 
 
 def load_reward(part: RewardFunctionConfig) -> RewardFunction:

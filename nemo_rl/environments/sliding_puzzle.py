@@ -85,7 +85,7 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (not cut off) and `message_log`, a list of games."""
-        counts = [sum(message["role"] == "assistant" for message in log) for log in batch["message_log"]]
+        counts = [sum(message.get("sampled", False) for message in log) for log in batch["message_log"]]
         moves = torch.tensor(counts, dtype=torch.float32)
         solved = batch["rewards"] >= 1
         return batch, {

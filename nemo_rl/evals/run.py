@@ -34,6 +34,7 @@ from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig, judges_of, named_sections
 from nemo_rl.environments.registry import find_env_class, wait_for_envs
+from nemo_rl.environments.rewards import prompt_and_episode, response_text
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
@@ -47,7 +48,7 @@ from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
+from nemo_rl.types import GroupHandle, LLMMessageLogType, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.console import RunConsole, format_duration
 from nemo_rl.utils.files import digest
@@ -335,18 +336,17 @@ class _Writer:
         self.samples.append([group for group in groups if not any(record.outcome.failed for record in group)])
         self._check_failures(groups)
 
-    def _record(self, handle: GroupHandle, index: int, messages: list[dict[str, str]]) -> SampleRecord:
+    def _record(self, handle: GroupHandle, index: int, messages: LLMMessageLogType) -> SampleRecord:
         meta, prompt = handle.samples[index], self.prompts[handle.prompt_id]
-        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        answers = [message["content"] for message in messages[first:] if message["role"] == "assistant"]
+        asked, spoken = prompt_and_episode(messages) if messages else ([], [])  # none of a sample that failed
         expected = prompt.row.get("expected_answer")
         is_other = not isinstance(expected, str | None)  # a number, or a list of right answers
         return SampleRecord(
             dataset=handle.task_name,
             prompt_id=handle.prompt_id,
             sample_index=index,
-            prompt="\n".join(message["content"] for message in messages[:first]),
-            response="".join(answers),
+            prompt="\n".join(message["content"] for message in asked),
+            response=response_text(spoken) if spoken else "",
             answer=meta.answer,
             expected_answer=json.dumps(expected, default=str) if is_other else expected,
             reward=meta.reward if meta.has_reward else None,

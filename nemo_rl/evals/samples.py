@@ -35,8 +35,8 @@ class SampleRecord:
     dataset: str
     prompt_id: str
     sample_index: int
-    prompt: str  # the messages before the first answer
-    response: str  # what the model said, its turns joined
+    prompt: str  # the messages before the model's first turn
+    response: str  # what the model said; each turn begins on a line of its own
     answer: str | None  # what the environment extracted
     expected_answer: str | None
     reward: float | None  # None when the sample has no outcome

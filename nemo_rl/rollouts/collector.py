@@ -25,7 +25,7 @@ from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.group_keeper import KEEPER, KeeperLost, loss_of, new_keeper, places_and_refs
 from nemo_rl.rollouts.records import StepIndex, write_groups, write_step
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
-from nemo_rl.types import GroupHandle
+from nemo_rl.types import GroupHandle, LLMMessageLogType
 from nemo_rl.utils.timer import GenerationUse
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ class RolloutCollector:
 
         return answer
 
-    def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
+    def conversations(self, groups: Sequence[GroupHandle]) -> list[list[LLMMessageLogType]]:
         """The conversation of each sample of each group, without tokens, in one call."""
         return self._call_with(RolloutWorker.conversations, groups)
 

@@ -34,7 +34,7 @@ from nemo_rl.types import (
 
 MAX_PERIOD = 256  # tokens that a loop repeats
 
-EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[EnvironmentStep]]
+EnvStepFn = Callable[[list[Message], Any], Awaitable[EnvironmentStep]]
 """One environment step: messages and metadata -> result."""
 
 
@@ -64,7 +64,7 @@ class _Transcript:
     """The growing episode: parallel lists over tokens, and the messages as text."""
 
     token_ids: list[int]
-    messages: list[dict[str, str]]
+    messages: list[Message]
     token_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     images: list[ImageSpan] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Transcript:
         self.token_mask = [False] * len(self.token_ids)
         self.logprobs = [0.0] * len(self.token_ids)
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, message: dict[str, str]) -> None:
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, message: Message) -> None:
         """Append a message. Only sampled tokens have logprobs."""
         self.token_ids.extend(token_ids)
         self.token_mask.extend([logprobs is not None] * len(token_ids))
@@ -168,7 +168,8 @@ async def run_episode(
         completion = await generate(request)
         generated = time.perf_counter()
         text = decode(completion.token_ids)
-        transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})
+        said: Message = {"role": "assistant", "content": text, "sampled": True}
+        transcript.append(completion.token_ids, completion.logprobs, said)
         if limits.image_token_id is not None:
             num_image_tokens += transcript.mask_sampled(limits.image_token_id, len(completion.token_ids))
         if completion.routed_experts is not None:

@@ -27,6 +27,7 @@ from nemo_rl.types import (
     GenerateFn,
     GenerationRequest,
     GroupHandle,
+    LLMMessageLogType,
     OnTokens,
     Pixels,
     Prompt,
@@ -67,7 +68,7 @@ class _HasMetrics(Protocol):
 class Environment(_HasMetrics, Protocol):
     """An environment as the rollout worker uses it."""
 
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
+    async def step(self, message_log: LLMMessageLogType, metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """Answer one turn of the episode `sample_id`. EnvironmentFailure, which names the sample, if it cannot."""
         ...
 
@@ -299,6 +300,6 @@ class RolloutWorker:
             for metric, value in (await environment.metrics(samples)).items()
         }
 
-    async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
+    async def conversations(self, *groups: RolloutGroup) -> list[list[LLMMessageLogType]]:
         """The conversation of each sample of each group, to be read."""
         return [[sample.conversation for sample in group.samples] for group in groups]

@@ -25,7 +25,7 @@ class MathMetadata(TypedDict):
 
 
 class MathEnvironment(EnvironmentInterface[MathMetadata]):
-    """Verifies the assistant's turns, joined, against `metadata["ground_truth"]`."""
+    """Verifies what the policy wrote, its `response_text`, against `metadata["ground_truth"]`."""
 
     def __init__(self, cfg: MathEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = MathEnvironmentConfig.model_validate(cfg)
@@ -104,7 +104,7 @@ class MathMultiRewardEnvironment(MathEnvironment):
         """As in mathematics, with rewards [B, 3]."""
         answers = [find_answers(response_text(log)) for log in message_log_batch]
         texts = [as_response(found[-1], self.verifier) if found else "" for found in answers]
-        judged = [[{"role": "assistant", "content": text}] for text in texts]
+        judged = [[{"role": "assistant", "content": text, "sampled": True}] for text in texts]
         result = super().step(judged, metadata)
         integer = [float(bool(found) and INTEGER.fullmatch(found[-1].strip()) is not None) for found in answers]
         form = [format_reward(log, {}) for log in message_log_batch]

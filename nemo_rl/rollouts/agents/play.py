@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from nemo_rl.environments.agents.interfaces import AgentEnd, AgentOutcome, AgentTask
 from nemo_rl.environments.interfaces import mean_metrics
-from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer
+from nemo_rl.rollouts.agents.session import Session, SessionLimits, SessionServer, text_of
 from nemo_rl.rollouts.agents.tree import Branch
 from nemo_rl.rollouts.episode import without_reward
 from nemo_rl.rollouts.openai_server import AnswerSettings
@@ -19,6 +19,7 @@ from nemo_rl.types import (
     DatumSpec,
     EnvironmentStep,
     GenerateFn,
+    LLMMessageLogType,
     Prompt,
     Sample,
     SampleMeta,
@@ -221,13 +222,12 @@ def _row(branch: Branch, *, sample_id: str, status: SampleStatus, reward: float)
     )
 
 
-def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def as_text(messages: Sequence[Mapping[str, Any]]) -> LLMMessageLogType:
     """Messages in OpenAI's format with a text as content, as environments and people read them; calls as JSON."""
-    texts = []
+    texts: LLMMessageLogType = []
     for message in messages:
-        content = message.get("content") or ""
-        if not isinstance(content, str):
-            content = "".join(part.get("text", "") for part in content)
         calls = "".join(json.dumps(call["function"]) for call in message.get("tool_calls") or ())
-        texts.append({"role": message["role"], "content": content + calls})
+        texts.append({"role": message["role"], "content": text_of(message) + calls})
+        if message.get("sampled"):
+            texts[-1]["sampled"] = True
     return texts

@@ -109,6 +109,8 @@ class Session:
             for role, frozen in self.roles.items()
         }
         self._answered: dict[str, list[Call]] = {}  # calls by id of the answer
+        # (text, names of calls) of the answers so far, by the number of messages before them, but for the system's
+        self._said: defaultdict[int, list[tuple[str, list[str]]]] = defaultdict(list)
         # (prompt, completion, seconds) by id(completion), until it is answered
         self._sampled: dict[int, tuple[Sequence[int], Completion, float]] = {}
 
@@ -164,10 +166,30 @@ class Session:
 
     def _note(self, role: str, answer_id: str, completion: Completion, messages: list[dict[str, Any]]) -> None:
         call = self.trees[role].add(*self._sampled.pop(id(completion)))
-        call.messages = messages
+        call.messages = self._marked(messages)
         if call.parent is not None:  # a row has the conversation of its last call; every request sends it whole
             call.parent.messages = []
         self._answered.setdefault(answer_id, []).append(call)
+
+    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A conversation that ends with a new answer, with the policy's turns marked: this answer and earlier ones.
+
+        An earlier answer counts at the place in its conversation where it was given, whole or without its beginning,
+        such as thoughts that an agent cuts off. A client sets no marks.
+        """
+        marked: list[dict[str, Any]] = []
+        place = 0
+        for number, message in enumerate(messages):
+            marked.append({key: value for key, value in message.items() if key != "sampled"})
+            text, calls = text_of(message), [call["function"]["name"] for call in message.get("tool_calls") or ()]
+            if number == len(messages) - 1:
+                self._said[place].append((text, calls))
+            if message["role"] == "assistant" and any(
+                said.endswith(text) and calls == called for said, called in self._said[place]
+            ):
+                marked[-1]["sampled"] = True
+            place += message["role"] not in ("system", "developer")
+        return marked
 
     def reward(self, reward: float, answer_id: str | None, role: str | None = None) -> None:
         """Add a reward of the episode, of a role, or of the calls of one answer. RequestError for an unknown one."""
@@ -193,6 +215,12 @@ class Session:
         if limits.max_generated_tokens is not None and self._num_generated >= limits.max_generated_tokens:
             self.num_refused += 1
             raise RequestError(f"this episode has sampled its {limits.max_generated_tokens} tokens", 403)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message in OpenAI's format."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 _SESSION = web.RequestKey("session", Session)

@@ -66,7 +66,7 @@ class Branch:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation of the last call with its answer."""
+        """The conversation of the last call with its answer; `sampled` marks the policy's turns."""
         return self.path[-1].messages
 
     @property

@@ -11,7 +11,7 @@ from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import TaskDataSpec, as_tools
 from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
-from tests.conversations import answered, assistant, user
+from tests.conversations import assistant, user
 from tests.unit.data.templates import CALLS_OR_CONTENT, TEMPLATES, TOOL_NAMES, TOOLS, render_chat, tokenizer_with
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
@@ -146,7 +146,7 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
 # -- tools of rows
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-ROW = {"problem": "1+1", "expected_answer": "2", "messages": answered("2")}
+ROW = {"problem": "1+1", "expected_answer": "2", "messages": [user("1+1"), assistant("2")]}
 
 
 @pytest.mark.parametrize("processor", [math_hf_data_processor, math_data_processor, conversation_processor])

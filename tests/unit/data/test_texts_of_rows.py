@@ -7,7 +7,7 @@ from nemo_rl.data.rows.examples import ExampleMaker, check_examples
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
 from nemo_rl.environments.code.environment import read_tests
 from nemo_rl.environments.rewards import box_overlap, exact_answer, vqa_agreement
-from tests.conversations import assistant, user
+from tests.conversations import assistant, sampled, user
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 TOKENIZER = tokenizer_with(TEMPLATES["chatml"])
@@ -111,8 +111,8 @@ def test_environments_take_one_text_where_their_rewards_read_one():
     for wrong in ({"input": ["1"], "output": "2"}, {"input": "1", "output": None}):
         with pytest.raises(ValueError, match=r"has (a list|nothing) as (input|output) of a test"):
             read_tests({"tests": [wrong]})
-    said = [assistant("[0, 0, 2, 2]")]
+    said = [sampled("[0, 0, 2, 2]")]
     with pytest.raises(ValueError, match="has a list as box, where one text or number belongs"):
         exact_answer(said, {"box": [0, 0, 2, 2]}, key="box")
     assert box_overlap(said, {"box": [0, 0, 2, 2]}, key="box") == 1
-    assert vqa_agreement([assistant("two")], {"ground_truth": ["two"] * 3}) == 1
+    assert vqa_agreement([sampled("two")], {"ground_truth": ["two"] * 3}) == 1

@@ -20,7 +20,7 @@ from nemo_rl.environments.code.environment import CodeJaccardEnvironment
 from nemo_rl.environments.config import RewardModelEnvironmentConfig, environment_gpus
 from nemo_rl.environments.interfaces import one_turn
 from nemo_rl.types import Sample
-from tests.conversations import assistant, user
+from tests.conversations import sampled, user
 from tests.fakes import sample
 from tests.unit.environments.test_retrieval import play
 from tests.unit.test_docs import files
@@ -59,7 +59,7 @@ class FakeActor:
 
 
 def said(text):
-    return [user("?"), assistant(text, token_ids=[1, 2])]
+    return [user("?"), {**sampled(text), "token_ids": [1, 2]}]
 
 
 async def gathered(client: EnvironmentClient, *texts: str) -> list[Any]:

@@ -15,7 +15,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.reward_model import RewardModelEnvironment
 from nemo_rl.models.policy.config import TokenizerConfig
-from tests.conversations import answered
+from tests.conversations import answered, sampled
 from tests.unit.config.run_configs import build
 
 PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
@@ -46,7 +46,7 @@ def asked(system_prompt_file: Path | None = None) -> tuple[list[Any], list[Any]]
     for number, (problem, answer) in enumerate(zip(PROBLEMS, ANSWERS, strict=True)):
         datum = process({"problem": problem}, spec, build_tiny_tokenizer(), 64, number)
         log = [{"role": m["role"], "content": m["content"]} for m in datum["message_log"]]
-        logs.append([*log, {"role": "assistant", "content": answer}])
+        logs.append([*log, sampled(answer)])
         metadata.append(datum["extra_env_info"])
     return logs, metadata
 

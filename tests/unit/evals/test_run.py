@@ -30,6 +30,7 @@ from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError
+from tests.conversations import sampled
 from tests.fakes import handle, sample
 from tests.tables import cases, pattern
 from tests.unit.config.run_configs import CONFIGS
@@ -94,7 +95,8 @@ def test_each_dataset_has_its_processor_and_its_judge():
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
-SPOKEN = [{"role": role, "content": role} for role in ("system", "user", "assistant", "environment", "assistant")]
+GIVEN = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+SPOKEN = [*GIVEN, sampled("first"), {"role": "environment", "content": "no"}, sampled("second")]
 
 
 class FakeCollector:
@@ -209,7 +211,7 @@ def test_results_and_table(folder):
     assert results["metric"] == "pass@2" and results["overall"]["score"] == 1.0 and results["overall"]["mean"] == 0.5
     assert results["overall"] == results["datasets"]["arithmetic"]
     record = json.loads((folder.folder / "samples.jsonl").read_text().splitlines()[0])
-    assert (record["prompt"], record["response"]) == ("system\nuser", "assistantassistant")
+    assert (record["prompt"], record["response"]) == ("system\nuser\nassistant\nuser", "first\nsecond")
     shown = io.StringIO()
     show_results(results, shown)
     assert "pass@2" in shown.getvalue() and "0.5000" in shown.getvalue() and "\x1b" not in shown.getvalue()

@@ -70,13 +70,16 @@ def play(
     credit: Any = "shared",
     discount: float = 1.0,
     port: int = 0,
+    prompt: Sequence[dict[str, Any]] = (user("1+2"),),
+    metadata: Any = None,
+    answers: AnswerSettings = ANSWERS,
     **runner: Any,
 ) -> list[Sample]:
     """One episode of each agent, all at once; or one of the command or service that `runner` names."""
     limits = SessionLimits(max_calls=max_calls, max_generated_tokens=max_tokens)
     own = {"verifies": "verifier" in runner, "credit": credit, "discount": discount}
-    settings = AgentSettings(name="mine", answers=ANSWERS, limits=limits, host="127.0.0.1", port=port, **own)
-    [message] = get_formatted_message_log([user("1+2")], TOKENIZER, TaskDataSpec(), add_generation_prompt=True)
+    settings = AgentSettings(name="mine", answers=answers, limits=limits, host="127.0.0.1", port=port, **own)
+    messages = get_formatted_message_log(prompt, TOKENIZER, TaskDataSpec(), add_generation_prompt=True)
     runners = [AgentRunner({"run": f"{__name__}:asks_twice", **runner}) for _ in agents] or [AgentRunner(runner)]
     for own, agent in zip(runners, agents, strict=False):
         own.agent = agent
@@ -91,7 +94,7 @@ def play(
     async def episode(playing: Agents, number: int) -> Sample:
         return await playing.play(
             Prompt(prompt_id="p:0", row={"expected_answer": "3"}, idx=0, task_name="t"),
-            DatumSpec(message_log=[message], length=3, extra_env_info=None, loss_multiplier=1.0, idx=0),
+            DatumSpec(message_log=messages, length=3, extra_env_info=metadata, loss_multiplier=1.0, idx=0),
             sample_id=f"g/{number}",
             generate=engine or numbers(),
             sampling=SamplingParams(max_new_tokens=20, temperature=1.0, stop_token_ids=(EOS,)),
