@@ -87,11 +87,12 @@ def _chat_message(message: Any, where: str, fill_ins: bool) -> dict[str, Any]:
                 raise ValueError(f"{where} has a content that is no text: {str(part)[:80]!r}; only text can be used")
         given["content"] = "".join(one_text(part.get("text"), f"as a text in {where}") for part in parts)
     if calls := given.pop("tool_calls", None):
-        given["tool_calls"] = [_tool_call(call, where, fill_ins) for call in calls]
+        given["tool_calls"] = [tool_call(call, where, fill_ins) for call in calls]
     return given
 
 
-def _tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
+def tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
+    """A call of a message with its arguments as an object, and without keys that have no value; see `chat_row`."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
         raise ValueError(f"{where} has a tool call that is no object: {str(call)[:80]!r}")
     function = dict(call.get("function") or call)

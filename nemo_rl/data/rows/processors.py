@@ -4,8 +4,9 @@ A processor of prompts is `(datum_dict, task_data_spec, tokenizer, max_seq_lengt
 examples to learn from also takes three flags; see `example_processors.py`. `data.default.processor` names one by its
 registry name or import path (`my_package.module:function`).
 
-A row of a prompt has `problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave. The
-chat template shows the row's `tools`, else the tools of `data.default.tools_file`; the environment gets them, too.
+A row of a prompt has `problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave
+(`both_forms`). The chat template shows the row's `tools`, else the tools of `data.default.tools_file`; the environment
+gets them, too.
 """
 
 import inspect
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.images import image_parts, text_of, text_or_parts
 from nemo_rl.data.chat.messages import get_formatted_message_log
+from nemo_rl.data.datasets.examples import tool_call
 from nemo_rl.data.interfaces import Row, TaskDataSpec, one_turn, row_tools
 from nemo_rl.types import DatumSpec, ProcessorFn
 from nemo_rl.utils.registry import find, import_object
@@ -36,7 +38,7 @@ class PromptParts:
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]  # for the environment
     stop_strings: list[str] | None = None  # end the first turn
-    system_prompt: str | None = None  # follows that of the task
+    system_prompt: str | None = None  # follows the row's own system message, or else the system prompt of the task
 
 
 def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn:
@@ -58,8 +60,10 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
         tools = row_tools(datum_dict, task_data_spec)
         messages = parts.messages
         if parts.system_prompt is not None:
-            text = "\n\n".join(filter(None, (task_data_spec.system_prompt, parts.system_prompt)))
-            messages = [{"role": "system", "content": text}, *messages]
+            has_own = messages[0]["role"] == "system"
+            first = text_of(messages[0]["content"]) if has_own else task_data_spec.system_prompt
+            text = "\n\n".join(filter(None, (first, parts.system_prompt)))
+            messages = [{"role": "system", "content": text}, *messages[has_own:]]
         log = get_formatted_message_log(
             messages,
             tokenizer,
@@ -92,22 +96,22 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
 
 @prompt_processor
 def math_hf_data_processor(row: Row, idx: int) -> PromptParts:
-    """The problem; metadata {"ground_truth": answer}."""
-    return _question(_problem(row), {"ground_truth": _text(row, "expected_answer")})
+    """The problem, after the messages before it; metadata {"ground_truth": answer}."""
+    return PromptParts(_asked(row), {"ground_truth": _text(row, "expected_answer")})
 
 
 @prompt_processor
 def math_gdpo_data_processor(row: Row, idx: int) -> PromptParts:
     """As `math_hf_data_processor`; the system prompt asks for `<think>...</think> <answer>...</answer>` as well."""
-    parts = _question(_problem(row), {"ground_truth": _text(row, "expected_answer")})
+    parts = PromptParts(_asked(row), {"ground_truth": _text(row, "expected_answer")})
     return replace(parts, system_prompt=TAGS_PROMPT)
 
 
 @prompt_processor
 def math_data_processor(row: Row, idx: int) -> PromptParts:
     """As `math_hf_data_processor`; columns other than the conversation are metadata, too."""
-    others = {k: v for k, v in row.items() if k not in ("messages", "problem", "expected_answer", "task_name")}
-    return _question(_problem(row), {**others, "ground_truth": _text(row, "expected_answer")})
+    others = {k: v for k, v in row.items() if k not in (*FORMS, "task_name")}
+    return PromptParts(_asked(row), {**others, "ground_truth": _text(row, "expected_answer")})
 
 
 @prompt_processor
@@ -130,23 +134,27 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         if text is not None
     }
     options = "\n".join(f"{letter}) {text}" for letter, text in texts.items())
-    return _question(f"{question}\n\n{options}", {"ground_truth": answer, "options": texts})
+    others = {} if "question" in row else row
+    return PromptParts(
+        _asked({**others, "problem": f"{question}\n\n{options}"}), {"ground_truth": answer, "options": texts}
+    )
 
 
 @prompt_processor
 def conversation_processor(row: Row, idx: int) -> PromptParts:
-    """The row's conversation up to its last user turn, for environments that read the conversation.
+    """The row's conversation without the answer at its end, for environments that read the conversation.
 
     Metadata {"messages": the texts of that conversation as they stand in the row, without template, prompt file or
     system prompt}, {"num_images"} if it has any, and, if the row has an answer, {"ground_truth": answer}. Raises
-    ValueError if there is no user message.
+    ValueError if there is no user message, or if several messages of the assistant end the conversation.
     """
-    given = list(row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}])
-    while given and given[-1]["role"] == "assistant":
-        given.pop()
-    messages: list[dict[str, Any]] = [{"role": str(m["role"]), "content": text_or_parts(m["content"])} for m in given]
+    given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
+    asked, answers = _split(given, lambda role: role != "assistant")
+    messages = [_for_template(message) for message in asked]
     if not any(message["role"] == "user" for message in messages):
         raise ValueError(f"conversation_processor: row {idx} has no message of a user that could be answered")
+    if len(answers) > 1:
+        raise ValueError(f"'messages' end with {len(answers)} messages of the assistant, and only one is the answer")
     metadata: dict[str, Any] = {"messages": [{**m, "content": text_of(m["content"])} for m in messages]}
     if num_images := sum(len(image_parts(m["content"])) for m in messages):
         metadata["num_images"] = num_images
@@ -167,7 +175,7 @@ def episode_processor(row: Row, idx: int) -> PromptParts:
             f"episode_processor: row {idx} has no 'extra_env_info', the metadata that its environment begins with; it "
             f"has {', '.join(row)}"
         )
-    return _question(_problem(row), dict(row["extra_env_info"]), row.get("stop_strings"))
+    return PromptParts(_asked(row), dict(row["extra_env_info"]), row.get("stop_strings"))
 
 
 @prompt_processor
@@ -178,12 +186,12 @@ def retrieval_data_processor(row: Row, idx: int) -> PromptParts:
     answers.
     """
     column = "answers" if row.get("answers") else "expected_answer"
-    given = row[column]
+    given = _given(row, column)
     if isinstance(given, list) and given:
         truth = [one_text(one, f"in the list of column {_source(row, column)!r}") for one in given]
     else:
         truth = _text(row, column)
-    return _question(_problem(row), {"ground_truth": truth}, STOP_STRINGS)
+    return PromptParts(_asked(row), {"ground_truth": truth}, STOP_STRINGS)
 
 
 @prompt_processor
@@ -198,23 +206,52 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
             f"code_data_processor: row {idx} has neither 'tests' nor 'expected_answer'; it has {', '.join(row)}"
         )
     metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": _text(row, "expected_answer")}
-    return _question(_problem(row), metadata, row.get("stop_strings"))
+    return PromptParts(_asked(row), metadata, row.get("stop_strings"))
 
 
-def _question(content: Any, metadata: dict[str, Any], stop_strings: list[str] | None = None) -> PromptParts:
-    return PromptParts([{"role": "user", "content": content}], metadata, stop_strings)
+def _asked(row: Row) -> list[dict[str, Any]]:
+    """The conversation of the row up to its problem."""
+    problem = {"role": "user", "content": _problem(row)}
+    return [*map(_for_template, row.get("earlier_messages", ())), problem]
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a row without keys that have no value, with calls as `tool_call` gives them."""
+    given = {key: value for key, value in message.items() if value is not None}
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = [tool_call(call, "column 'messages'", fill_ins=True) for call in calls]
+    return {**given, "content": text_or_parts(message.get("content"))}
 
 
 def _problem(row: Row) -> Any:
     # A list stays one, even without images: some templates read nothing else.
-    problem = row["problem"]
+    problem = _given(row, "problem")
     is_parts = isinstance(problem, list) and all(isinstance(part, Mapping) and "type" in part for part in problem)
     return problem if is_parts else _text(row, "problem")
 
 
 def _text(row: Row, column: str) -> str:
     """The text of a column. ValueError, naming it as its table does, for a list or an object."""
-    return one_text(row[column], f"in column {_source(row, column)!r}")
+    return one_text(_given(row, column), f"in column {_source(row, column)!r}")
+
+
+def _given(row: Row, column: str) -> Any:
+    """The value of a column. ValueError if the row is a conversation that has no such part, by `both_forms`."""
+    if column in row or "messages" not in row:
+        return row[column]
+    asked, after = _split(row["messages"], lambda role: role == "user")
+    roles = ", ".join(message["role"] for message in after)
+    if not asked:
+        raise ValueError(f"'messages' have no message of the user that could be answered, but {roles or 'nothing'}")
+    if after:
+        raise ValueError(
+            f"the last message of the user in 'messages' is followed by {roles}; one message of the assistant may "
+            "follow, its answer. Longer conversations are for processor: conversation_processor"
+        )
+    raise ValueError(
+        f"'messages' end with the user, and there is no column {column!r}: add it, or the assistant's answer as the "
+        "last message"
+    )
 
 
 def _source(row: Row, column: str) -> str:
@@ -223,32 +260,48 @@ def _source(row: Row, column: str) -> str:
     return next((key for key in row if row[key] is value and isinstance(value, list | dict)), column)
 
 
+FORMS = ("messages", "problem", "earlier_messages", "expected_answer")
+
+
 def both_forms(row: Row) -> dict[str, Any]:
     """The row with `messages` as well as `problem` and `expected_answer`, whichever of them it has.
 
-    The first user message is the problem, and the last assistant message the expected answer. Raises ValueError if
+    The last user message is the problem, unless more than an answer follows it; `earlier_messages` are the messages
+    before it, if there are any. One assistant message at the end is the expected answer. Raises ValueError if
     `messages` is no list of messages with role and content.
     """
     if "messages" in row:
         said = row["messages"]
         if not isinstance(said, Sequence) or not all(map(_is_message, said)):
             raise ValueError(f"'messages' must be a list of {{role: a text, content}}, not {str(said)[:80]!r}")
-        first = {message["role"]: message for message in reversed(said)}
-        last = {message["role"]: message for message in said}
-        asked = first["user"]["content"] if "user" in first else None
         forms = dict(row)
-        if asked is not None and "problem" not in row:
-            forms["problem"] = text_or_parts(asked)
-        if "assistant" in last and "expected_answer" not in row:
-            forms["expected_answer"] = text_of(last["assistant"]["content"])
+        _, answers = _split(said, lambda role: role != "assistant")
+        if len(answers) == 1 and "expected_answer" not in row:
+            forms["expected_answer"] = text_of(answers[0].get("content"))
+        asked, after = _split(said, lambda role: role == "user")
+        if asked and len(after) == len(answers) <= 1 and "problem" not in row:
+            forms["problem"] = text_or_parts(asked[-1].get("content"))
+            forms |= {"earlier_messages": asked[:-1]} if asked[:-1] else {}
         return forms
     if "problem" in row and "expected_answer" in row:
         return {"messages": one_turn(row["problem"], row["expected_answer"]), **row}
     return dict(row)
 
 
+def _split(
+    messages: Sequence[Mapping[str, Any]], is_last: Callable[[str], bool]
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """The messages up to the last one with such a role, and those after it."""
+    end = max((number for number, message in enumerate(messages, 1) if is_last(message["role"])), default=0)
+    return messages[:end], messages[end:]
+
+
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and bool(value.keys() & {"content", "tool_calls"})
+    )
 
 
 # -- The registry.

@@ -1,0 +1,108 @@
+"""Rows of a conversation become a prompt and its answer, and no message of them disappears."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl.data.config import DataConfig, DatasetConfig
+from nemo_rl.data.rows.setup import PromptProcessor, setup_data
+from nemo_rl.environments.judge import LLMJudgeEnvironment
+from tests.conversations import assistant, sampled, user
+from tests.unit.data.templates import TEMPLATES, tokenizer_with
+
+S: dict[str, Any] = {"role": "system", "content": "s"}
+U, A, V, B = user("1+1="), assistant("2"), user("3+4="), assistant("7")
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+C, T = assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "8"}
+OF_QUESTION = {
+    "math_hf_data_processor": "3+4=",
+    "math_data_processor": "3+4=",
+    "math_gdpo_data_processor": "3+4=",
+    "retrieval_data_processor": "3+4=",
+    "code_data_processor": "3+4=",
+    "multichoice_qa_processor": "3+4=\n\nA) six\nB) seven",
+    "episode_processor": "3+4=",
+}
+MORE = {"options": {"A": "six", "B": "seven"}, "extra_env_info": {"x": 1}}
+
+
+def datum(write: Any, row: dict[str, Any], processor: str = "math_hf_data_processor", **keys: Any) -> Any:
+    section = DatasetConfig(data_path=write([row]), processor=processor, env_name="math", **keys)
+    setup = setup_data(DataConfig(train=[section], max_input_seq_length=2000))
+    return PromptProcessor(setup.tasks, tokenizer_with(TEMPLATES["thinking"]), 2000)(setup.train[0])
+
+
+def prompt(made: Any) -> list[tuple[str, str]]:
+    return [(message["role"], message["unrendered"]) for message in made["message_log"]]
+
+
+@pytest.mark.parametrize("processor", OF_QUESTION)
+def test_the_messages_before_the_last_question_are_in_the_prompt(write, processor):
+    made = datum(write, {"messages": [S, U, A, V, B], **MORE}, processor)
+    (role, system), *said = prompt(made)
+    assert role == "system" and system.startswith("s")
+    assert said == [("user", "1+1="), ("assistant", "2"), ("user", OF_QUESTION[processor])]
+    assert made["extra_env_info"].get("ground_truth", "7") == "7" and "earlier_messages" not in made["extra_env_info"]
+
+
+def test_the_system_message_of_a_row_comes_before_the_form_that_a_processor_asks_for(write, tmp_path):
+    (tmp_path / "system.txt").write_text("of the task")
+    keys = {"processor": "math_gdpo_data_processor", "system_prompt_file": str(tmp_path / "system.txt")}
+    for messages, begins in (([S, U, A], "s\n\nThink"), ([U, A], "of the task\n\nThink")):
+        said = prompt(datum(write, {"messages": messages}, **keys))
+        assert [role for role, _ in said] == ["system", "user"] and said[0][1].startswith(begins)
+
+
+def test_a_column_of_its_own_is_the_problem_whatever_the_conversation_says(write):
+    row = {"input": "5+5=", "output": "10", "messages": [S, U, A]}
+    assert prompt(datum(write, row)) == [("user", "5+5=")]
+    row = {"question": "5+5=", "answer": "A", "messages": [S, U, A], **MORE}
+    assert len(prompt(datum(write, row, "multichoice_qa_processor"))) == 1
+
+
+REFUSED = [
+    (
+        [S, U, A, V],
+        "'messages' end with the user, and there is no column 'expected_answer': add it, or the assistant's",
+    ),
+    ([U, A, B], "the last message of the user in 'messages' is followed by assistant, assistant; one message of the"),
+    ([U, C, T], "is followed by assistant, tool; one message of the assistant may follow, its answer. Longer"),
+    ([U, C, T, B], "is followed by assistant, tool, assistant; one"),
+    ([U, A, S], "is followed by assistant, system; one"),
+    ([S, A], "'messages' have no message of the user that could be answered, but system, assistant"),
+]
+
+
+@pytest.mark.parametrize("processor", [*list(OF_QUESTION)[:4], "multichoice_qa_processor"])
+@pytest.mark.parametrize(("messages", "told"), REFUSED)
+def test_a_conversation_without_one_answer_at_its_end_is_refused(write, messages, told, processor):
+    with pytest.raises(ValueError) as error:
+        datum(write, {"messages": messages, **MORE}, processor)
+    assert str(error.value).startswith("row rows:0: ") and told in str(error.value)
+    if messages[-1] != V:
+        with pytest.raises(ValueError, match="messages"):
+            datum(write, {"messages": messages, "expected_answer": "7", **MORE}, processor)
+    else:
+        assert datum(write, {"messages": messages, "expected_answer": "7", **MORE}, processor)["length"]
+
+
+def test_environments_that_read_the_conversation_get_all_of_it(write):
+    """With tool calls, whose arguments are an object, as templates take them."""
+    called = [("user", "1+1="), ("assistant", ""), ("tool", "8")]
+    for messages, said, truth in (
+        ([S, U, A, V, B], [("system", "s"), ("user", "1+1="), ("assistant", "2"), ("user", "3+4=")], "7"),
+        ([U, A, V], [("user", "1+1="), ("assistant", "2"), ("user", "3+4=")], None),
+        ([U, C, T, B], called, "7"),
+        ([U, C, T], called, None),
+    ):
+        made = datum(write, {"messages": messages}, "conversation_processor")
+        known = made["extra_env_info"]
+        assert [(m["role"], m["content"]) for m in known["messages"]] == prompt(made) == said
+        assert known.get("ground_truth") == truth
+        if C in messages:
+            assert known["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 3}}
+            assert '"a": 3' in made["message_log"][1]["content"]
+            judge = LLMJudgeEnvironment({"base_url": "http://127.0.0.1:1/v1", "model": "j"})
+            assert '"name": "add"' in judge._prompt([sampled("7")], known)
+    with pytest.raises(ValueError, match="row rows:0: 'messages' end with 2 messages of the assistant, and only"):
+        datum(write, {"messages": [U, A, B]}, "conversation_processor")
