@@ -23,7 +23,7 @@ from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize
 from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.metrics import flops_metrics, measure_packing
-from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.data.rows.examples import ExampleLoader, require_same_questions
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
@@ -207,6 +207,7 @@ class SupervisedTrainer(Trainer):
         self.record("performance", throughput)
 
     def _left_out(self, rows: Sequence[ExampleMeta], where: str) -> dict[str, float]:
+        require_same_questions(rows, where)
         kinds = Counter(row.problem_kind for row in rows if row.problem is not None)
         if kinds:
             lines = "\n".join([row.problem for row in rows if row.problem is not None][:MAX_PROBLEMS_SHOWN])

@@ -114,7 +114,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError(f"a tool call needs a function with a name, got {str(call)[:200]}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = from_json(arguments, f"a call of {function['name']}")
+        arguments = from_json(arguments.strip() or "{}", f"a call of {function['name']}")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
 

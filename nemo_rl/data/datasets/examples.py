@@ -97,7 +97,7 @@ def tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
         raise ValueError(f"{where} has a tool call that is no object: {str(call)[:80]!r}")
     function = dict(call.get("function") or call)
     if isinstance(function.get("arguments"), str):
-        function["arguments"] = from_json(function["arguments"] or "{}", where)
+        function["arguments"] = from_json(function["arguments"].strip() or "{}", where)
     elif fill_ins:
         function["arguments"] = without_none(function.get("arguments") or {})
     if "function" not in call:

@@ -22,6 +22,7 @@ from nemo_rl.data.interfaces import Row, TaskDataSpec, one_turn, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType
 
 IGNORED_LABEL = -100
+DIFFERENT_QUESTIONS = "different_questions"  # the kind of a problem that stops the run
 
 
 class Problem(NamedTuple):
@@ -133,13 +134,15 @@ def preference_processor(
 
     Without a prompt, or if `chosen` does not begin with the assistant, `chosen` and `rejected` are whole conversations,
     and their common first messages are the prompt. Only answers carry loss. `margin` says by how much the chosen answer
-    is preferred; a row with a `tie` (the name of a column) prefers none. Raises ValueError or KeyError as
-    `sft_processor`.
+    is preferred; a row with a `tie` (the name of a column) prefers none. Where the two part, the assistant or a tool
+    speaks: any other message makes two questions of the prompt. Raises ValueError or KeyError as `sft_processor`.
     """
     prompt, chosen, rejected = split_preference(datum_dict)
     problem = None
     if datum_dict.get("tie"):
         problem = Problem("tie", str(datum_dict["tie"]), "neither answer is preferred")
+    elif chosen[0] != rejected[0] and {"system", "developer", "user"} & {chosen[0]["role"], rejected[0]["role"]}:
+        problem = Problem(DIFFERENT_QUESTIONS, "rejected", "it answers another question than column 'chosen'")
     elif chosen == rejected:
         problem = Problem("identical_answers", "rejected", "the same answer as in column 'chosen'")
     elif _is_empty(chosen[-1]) or _is_empty(rejected[-1]):

@@ -23,7 +23,7 @@ import transformers
 from nemo_rl.data.chat.images import images_of_log
 from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
 from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
-from nemo_rl.data.rows.example_processors import Problem
+from nemo_rl.data.rows.example_processors import DIFFERENT_QUESTIONS, Problem
 from nemo_rl.data.rows.processors import FLAGS, NUM_STUB_TOKENS
 from nemo_rl.data.rows.setup import RowReader, StreamedRows
 from nemo_rl.types import Example, ExampleHandle, ExampleMeta, LLMMessageLogType, Prompt
@@ -191,10 +191,11 @@ def _made(
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
     """Tokenise a few rows, to find mistakes of the whole dataset before anything starts.
 
-    `label` names the dataset, e.g. "data.train". Raises ValueError if a row lacks what the processor needs, or none of
-    the rows can be trained on; it lists why.
+    `label` names the dataset, e.g. "data.train". Raises ValueError if a row lacks what the processor needs, or has two
+    questions, or none of the rows can be trained on; it lists why.
     """
     metas = [make.make(prompt)[1] for prompt in _tried_rows(dataset)]
+    require_same_questions(metas, f"{label}, rows tried")
     bad = [meta for meta in metas if meta.problem is not None]
     if not bad:
         return
@@ -205,6 +206,16 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     logger.warning(
         "%s: %d of the %d rows tried are left out of training (%s): %s", label, len(bad), len(metas), kinds, examples
     )
+
+
+def require_same_questions(rows: Sequence[ExampleMeta], where: str) -> None:
+    """ValueError if chosen and rejected of a row answer different questions, of which neither is preferred."""
+    different = [row for row in rows if row.problem_kind == DIFFERENT_QUESTIONS]
+    if different:
+        raise ValueError(
+            f"{where}: in {len(different)} of {len(rows)} rows chosen and rejected answer different questions; the "
+            f"first: {different[0].problem}. Give both the same question, or remove the rows"
+        )
 
 
 def _tried_rows(dataset: PromptDataset | Sequence[StreamedRows]) -> list[Prompt]:

@@ -211,7 +211,7 @@ def _parse(text: str) -> ToolCall:
         call = json.loads(text)
         # Some models write the arguments as JSON in a string, as OpenAI's interface does.
         if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-            call["arguments"] = json.loads(call["arguments"])
+            call["arguments"] = json.loads(call["arguments"].strip() or "{}")
     except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"this call is not JSON ({error}): {form}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

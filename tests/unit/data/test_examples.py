@@ -14,12 +14,12 @@ from nemo_rl.data.rows.examples import ExampleMaker, check_examples
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import Task, setup_examples
 from nemo_rl.types import Prompt
-from tests.conversations import answered, assistant, user
+from tests.conversations import assistant, user
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 TOKENIZER = tokenizer_with(TEMPLATES["chatml"])
-USER, ANSWER = answered("b", asked="a")
-CONVERSATION = [{"role": "system", "content": "sys"}, USER, ANSWER, *answered("d", asked="c")]
+SYSTEM, USER, ANSWER = {"role": "system", "content": "sys"}, user("a"), assistant("b")
+CONVERSATION = [SYSTEM, USER, ANSWER, user("c"), assistant("d")]
 
 
 def maker(processor="sft_processor", *, tokenizer=TOKENIZER, max_length=256, columns=None, spec=None, **kwargs):
@@ -101,6 +101,14 @@ def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short():
         (PAIRS, {**PAIR, "rejected": " "}, "empty_answer", ", column 'bad': the answer is empty"),
         (PAIRS, {**PAIR, "tie": "rank"}, "tie", ", column 'rank': neither answer is preferred"),
         (PAIRS, {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER]}, "ends_with_user", ", column 'bad': "),
+        (PAIRS, {"chosen": [USER, ANSWER], "rejected": [ASKED, TWO]}, "different_questions", ", column 'bad': it answ"),
+        (
+            PAIRS,
+            {**PAIR, "rejected": [ASKED, TWO]},
+            "different_questions",
+            ", column 'bad': it answers another question",
+        ),
+        (PAIRS, {"chosen": [SYSTEM, USER, ANSWER], "rejected": [USER, TWO]}, "different_questions", ", column 'bad': "),
         (SFT, {"text": "a"}, "bad_row", " has no column 'messages', which processor 'sft_pr.*has: text"),
         (PAIRS, {"chosen": "a", "rejected": "b"}, "bad_row", " has no column 'prompt'"),
         (PAIRS, {"prompt": "a", "chosen": "b"}, "bad_row", " has no column 'bad'"),
@@ -144,6 +152,22 @@ def test_datasets_are_tried_before_the_run(caplog):
     assert "data.train: 16 of the 32 rows tried are left out of training (16 ends_with_user): row" in record.message
     with pytest.raises(ValueError, match="row rows:99 has no column 'messages'"):
         check(*[good] * 99, {"x": 1})
+
+
+def test_pairs_of_different_questions_stop_the_run():
+    """Answers, and the results of tools, may differ."""
+    call, result = assistant("call"), {"role": "tool", "content": "1"}
+    sound = [
+        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, TWO]},
+        {"chosen": [USER, call, result, TWO], "rejected": [USER, call, {**result, "content": "2"}, THREE]},
+        {"chosen": [USER, TWO, ASKED, TWO], "rejected": [USER, THREE, USER, TWO]},
+    ]
+    make = maker(PAIRS)
+    check_examples(make, PromptDataset([NamedRows(name="rows", task_name="t", rows=sound)]), "data.train")
+    rows = [*sound, *[{"chosen": [USER, TWO], "rejected": [ASKED, TWO]}] * 2]
+    told = "data.train, rows tried: in 2 of 5 rows chosen and rejected answer different .*; the first: row rows:3, col"
+    with pytest.raises(ValueError, match=told):
+        check_examples(make, PromptDataset([NamedRows(name="rows", task_name="t", rows=rows)]), "data.train")
 
 
 def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path):
