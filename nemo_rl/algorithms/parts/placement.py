@@ -19,7 +19,8 @@ from nemo_rl.algorithms.parts.hardware import gpu_names
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
-from nemo_rl.models.policy.config import PolicyConfig, token_budgets
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, token_budgets
+from nemo_rl.models.policy.dtensor.lora import adapted_model
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import GPUS, find_gpu
 from nemo_rl.models.policy.head.scalar import scalar_config
@@ -170,6 +171,11 @@ def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]
     rows = {"policy": _model_on_ranks(policy, sizes), "parameters": sizes.describe_shards()}
     if isinstance(sizes, MegatronSizes):
         rows |= _megatron_rows(policy, sizes)
+    if isinstance(lora, LoRAConfig) and lora.enabled and (model := local_config(policy)) is not None:
+        try:
+            adapted_model(model, lora)
+        except ValueError as error:
+            raise ConfigError([Problem((), str(error))]) from error
     if lora.enabled:
         layers = ", ".join(lora.target_modules) or "all linear layers"
         rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"

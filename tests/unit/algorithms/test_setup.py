@@ -112,6 +112,13 @@ def lines_of(*overrides: str) -> list[str]:
     return [" ".join(line.split()) for line in describe_placement(build(*overrides)).splitlines()]
 
 
+def test_a_placement_refuses_adapters_that_the_model_does_not_take() -> None:
+    for layer, told in (("lm_head", "takes in lm_head, the output head, .* is tied to the"), ("x_proj", "matches no")):
+        lora = f"{{enabled: true, match_all_linear: false, target_modules: [{layer}]}}"
+        with pytest.raises(ConfigError, match=told):
+            lines_of("policy.model_name=tiny:arithmetic", f"policy.dtensor_cfg.lora_cfg={lora}")
+
+
 def test_every_axis_of_a_layout_is_shown() -> None:
     axes = ("pipeline_parallel", "dp_replicate", "context_parallel", "tensor_parallel", "expert_parallel")
     lines = lines_of(

@@ -161,6 +161,12 @@ def test_rows_with_a_problem_are_counted_and_said_and_teach_nothing(tmp_path):
     for said in ("3 of 12 rows of this step are left out:", "row d:7, column 'messages': empty_answer"):
         assert said in mixed.text.getvalue()
 
+    two_questions = [{**row, "problem": "different_questions"} for row in TWELVE[:3]]
+    with pytest.raises(
+        ValueError, match=r"this step: in 3 of 12 rows chosen and rejected answer .* the first: row d:\d"
+    ):
+        Run(tmp_path / "pairs", "policy.train_global_batch_size=12", rows=[*two_questions, *TWELVE[3:]]).go()
+
 
 # -- validation
 

@@ -59,6 +59,15 @@ def test_memory_is_bounded_and_what_is_used_stays_longest():
     assert not knows("b") and knows("c")
 
 
+def test_no_text_is_no_arguments():
+    tokenizer = tokenizer_with(TEMPLATES["thinking"])
+    said = [
+        ServedChat(tokenizer, {}).prompt([user("a"), assistant("", tool_calls=[{"function": call}]), user("b")], None)
+        for call in ({"name": "f", "arguments": ""}, {"name": "f", "arguments": " "}, {"name": "f", "arguments": "{}"})
+    ]
+    assert said[0] == said[1] == said[2] and '"arguments": {}' in tokenizer.decode(said[0].token_ids)
+
+
 def test_what_is_no_conversation_is_refused():
     chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {})
     for messages, match in (

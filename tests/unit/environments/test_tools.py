@@ -110,6 +110,7 @@ def test_an_exception_of_a_tool_fails_its_conversation_alone_and_no_call_is_made
 def test_calls_are_found_in_several_styles() -> None:
     assert find_calls("nothing") == []
     assert find_calls('<tool_call>\n{"name": "a", "arguments": "{\\"b\\": 1}"}') == [ToolCall("a", {"b": 1})]
+    assert find_calls('<tool_call>{"name": "a", "arguments": ""}</tool_call>') == [ToolCall("a", {})]
     assert find_calls("```tool_code\nprint(1)\n```") == [ToolCall("python", {"code": "print(1)\n"})]
 
 
