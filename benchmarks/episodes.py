@@ -66,11 +66,11 @@ class InstantEngine:
         self.answers: list[GenerationAnswer] = []
         self.has_answers = asyncio.Event()
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    async def submit(self, requests: Sequence[GenerationRequest], client_id: str) -> None:
         self.answers += [GenerationAnswer(request_id=r.request_id, completion=self.completion) for r in requests]
         self.has_answers.set()
 
-    async def drain(self) -> list[GenerationAnswer]:
+    async def drain(self, client_id: str) -> list[GenerationAnswer]:
         await self.has_answers.wait()
         self.has_answers.clear()
         answers, self.answers = self.answers, []

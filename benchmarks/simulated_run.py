@@ -84,7 +84,7 @@ class SimulatedEngine:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.seen: set[int] = set()  # prompts whose straggler has come
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    async def submit(self, requests: Sequence[GenerationRequest], client_id: str) -> None:
         for request in requests:
             self.tasks[request.request_id] = asyncio.create_task(self.answer(request))
 
@@ -103,7 +103,7 @@ class SimulatedEngine:
             if request_id in self.tasks:
                 self.tasks.pop(request_id).cancel()
 
-    async def drain(self) -> list[GenerationAnswer]:
+    async def drain(self, client_id: str) -> list[GenerationAnswer]:
         found = [await self.answers.get()]
         while not self.answers.empty():
             found.append(self.answers.get_nowait())
@@ -144,7 +144,7 @@ class SimulatedPolicy:
         return []
 
     def train(self, loss_fn: Any, task: Any, is_last_pass: bool = True) -> TrainResult:
-        self.group.call_all("train")
+        self.group.call_all(SimulatedTrainer.train)
         metrics = {"loss": 0.0, "global_valid_toks": 1.0}
         return TrainResult(losses=[0.0], grad_norms=[0.0], learning_rates=[0.0], metrics=metrics)
 

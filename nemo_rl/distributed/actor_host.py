@@ -11,11 +11,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 from ray.actor import ActorClass
@@ -28,6 +28,9 @@ from nemo_rl.utils.registry import import_object
 
 _WORKER_THREAD = "worker"
 _MAX_CONCURRENT_CALLS = 4096  # of async methods; sync methods run one after another
+
+type Method[**P, R] = Callable[Concatenate[Any, P], R | Awaitable[R]]
+"""A method of a worker, as the class or its interface names it: `PolicyWorkerInterface.train`. It may be async."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +304,11 @@ class ActorHost:
 
 def _as_text(error: Exception) -> WorkerCallError:
     return WorkerCallError(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def call_worker[**P, R](handle: Any, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:
+    """Call `method` of the worker in the `ActorHost` that `handle` is for. Any process may call it."""
+    return handle.call.remote(method.__name__, *args, **kwargs)
 
 
 def actor_class() -> Any:

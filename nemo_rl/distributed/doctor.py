@@ -238,9 +238,9 @@ def examine_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding
         trips = []
         for _ in range(3):
             before = time.time()
-            theirs = group.call_one(index, "clock", timeout_s=60)
+            [remote_time] = group.wait([group.start_one(index, DoctorWorker.clock)], 60)
             after = time.time()
-            trips.append((after - before, abs(theirs - (before + after) / 2)))
+            trips.append((after - before, abs(remote_time - (before + after) / 2)))
         trip, difference = min(trips)
         slowest = max(slowest, trip * 1000)
         if difference >= skew:
@@ -250,7 +250,7 @@ def examine_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding
     yield judged(skew < MAX_SKEW_S, "clocks", f"{skew:.3f} s apart at most ({where})", "start NTP on the nodes")
     if group.world_size == 1:
         return  # there is nobody to talk to
-    results = group.call_all("all_reduce", use_gpu, timeout_s=300)
+    results = group.wait(group.start_all(DoctorWorker.all_reduce, use_gpu), 300)
     latency, bandwidth = max(ms for ms, _ in results), min(rate for _, rate in results)
     text = f"{group.world_size} ranks over {'NCCL' if use_gpu else 'gloo'}: {latency:.2f} ms, {bandwidth:.2f} GB/s"
     yield good("collective", f"{text} per rank")
@@ -275,7 +275,8 @@ def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: 
         ):
             first_of_node = {worker.bundles[0].node_rank: worker for worker in reversed(group.members)}
             for rank, worker in sorted(first_of_node.items()):
-                for finding in group.call_one(worker.rank, "check", list(folders), gpus_per_node, timeout_s=180):
+                check = group.start_one(worker.rank, DoctorWorker.check, list(folders), gpus_per_node)
+                for finding in group.wait([check], 180)[0]:
                     say(replace(finding, subject=f"node {rank} ({worker.bundles[0].node_ip}), {finding.subject}"))
             if num_nodes > 1:
                 for folder in folders:

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """Worker groups: one plain class in many processes, called as one.
 
 A call to N workers costs O(N). If a worker raises, dies or hangs, the call ends with one exception that names the
@@ -22,14 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.actor_host import HostIdentity, actor_class
+from nemo_rl.distributed.actor_host import HostIdentity, Method, actor_class
 from nemo_rl.distributed.errors import RayLost, WorkerCallError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, ray_loss
@@ -171,54 +172,56 @@ class RayWorkerGroup:
 
     @property
     def workers(self) -> list[Any]:
-        """Actor handles by rank: `await handle.call.remote("method", ...)` from inside another actor."""
+        """Actor handles by rank, for `call_worker` in other processes."""
         return [worker.handle for worker in self.members]
 
     @property
     def world_size(self) -> int:
         return len(self.members)
 
-    # Calls. A start_ method returns refs for `wait`; a call_ method waits for the results itself.
+    # Calls of a method that is named as code, `PolicyWorkerInterface.train`: of the worker's class, or of an interface
+    # if importing that class needs what this process lacks. A start_ method returns refs for `wait`; a call_ method
+    # waits for the results itself.
 
-    def start_all(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
+    def start_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef[R]]:
         """Call `method` on every worker with the same arguments."""
-        return [self._submit(worker, method, args, kwargs) for worker in self.members]
+        return [self._submit(worker, method.__name__, args, kwargs) for worker in self.members]
 
-    def start_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+    def start_one[**P, R](
+        self, index: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> ray.ObjectRef[R]:
         """Call `method` on worker number `index`."""
-        return self._submit(self.members[index], method, args, kwargs)
+        return self._submit(self.members[index], method.__name__, args, kwargs)
 
-    def call_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    def call_all[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`start_all` and `wait`: the result of each worker, by rank."""
-        return self.wait(self.start_all(method, *args, **kwargs), timeout_s)
+        return self.wait(self.start_all(method, *args, **kwargs))
 
-    def call_each(
-        self, method: str, args_by_worker: Sequence[tuple[Any, ...]], *, timeout_s: float | None = None, **common: Any
-    ) -> list[Any]:
+    def call_each[R](self, method: Method[..., R], args_by_worker: Sequence[tuple[Any, ...]], **common: Any) -> list[R]:
         """`call_all` with the positional arguments `args_by_worker[i]` for worker i, and the keywords `common`."""
-        name, given = f"{self.name_prefix}.{method}", len(args_by_worker)
+        name, given = f"{self.name_prefix}.{method.__name__}", len(args_by_worker)
         if given != len(self.members):
             raise ValueError(f"{name}: {given} sets of arguments for {len(self.members)} workers")
         if not all(isinstance(args, tuple) for args in args_by_worker):
             raise ValueError(f"{name}: give each worker a tuple of arguments, e.g. [(a,), (b,)]")
-        pairs = zip(self.members, args_by_worker, strict=True)
-        return self.wait([self._submit(worker, method, args, common) for worker, args in pairs], timeout_s)
+        return self.wait([self.start_one(rank, method, *args, **common) for rank, args in enumerate(args_by_worker)])
 
-    def call_one(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+    def call_one[**P, R](self, index: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`start_one` and `wait`: the result."""
-        return self.wait([self.start_one(index, method, *args, **kwargs)], timeout_s)[0]
+        return self.wait([self.start_one(index, method, *args, **kwargs)])[0]
 
-    # The same calls with keyword arguments alone and by named axes, as scripts written for NeMo RL make them.
+    # The same calls by the method's name, with keyword arguments alone, as scripts written for NeMo RL make them.
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef:
         """`start_one`."""
-        return self.start_one(worker_idx, method_name, **kwargs)
+        return self._submit(self.members[worker_idx], method_name, (), kwargs)
 
     def run_all_workers_single_data(
         self, method_name: str, *, run_rank_0_only_axes: Sequence[str] = (), **kwargs: Any
     ) -> list[ray.ObjectRef]:
         """`start_all`, of the workers at 0 on `run_rank_0_only_axes` alone."""
-        return [self.start_one(rank, method_name, **kwargs) for rank in self._first_on(run_rank_0_only_axes)]
+        ranks = self._first_on(run_rank_0_only_axes)
+        return [self.run_single_worker_single_data(method_name, rank, **kwargs) for rank in ranks]
 
     def run_all_workers_multiple_data(
         self,
@@ -234,8 +237,8 @@ class RayWorkerGroup:
         if wrong := {key: len(items) for key, items in kwargs.items() if len(items) != len(ranks)}:
             raise ValueError(f"{name}: items for {wrong}, and {len(ranks)} workers are called")
         each = [{key: items[i] for key, items in kwargs.items()} for i in range(len(ranks))]
-        pairs = zip(ranks, each, strict=True)
-        return [self.start_one(rank, method_name, **own, **common_kwargs or {}) for rank, own in pairs]
+        pairs, common = zip(ranks, each, strict=True), common_kwargs or {}
+        return [self.run_single_worker_single_data(method_name, rank, **own, **common) for rank, own in pairs]
 
     def run_all_workers_sharded_data(
         self,
@@ -269,7 +272,7 @@ class RayWorkerGroup:
             given = kwargs if is_meant else dict.fromkeys(kwargs)
             for axis in in_sharded_axes if is_meant else ():
                 given = {name: entries[at[axis]] for name, entries in given.items()}
-            refs.append(self.start_one(rank, method_name, **given, **(common_kwargs or {})))
+            refs.append(self.run_single_worker_single_data(method_name, rank, **given, **(common_kwargs or {})))
             called.append(rank)
             if is_meant and all(at[axis] == 0 for axis in output_is_replicated):
                 wanted.append(rank)
@@ -289,7 +292,7 @@ class RayWorkerGroup:
             raise ValueError(f"{self.name_prefix} has no axes; give the group a sharding")
         return self.sharding
 
-    def wait(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[Any]:
+    def wait[R](self, refs: Sequence[ray.ObjectRef[R]], timeout_s: float | None = None) -> list[R]:
         """Results of calls started on this group, in the order of `refs`. `timeout_s` None: the group's own limit.
 
         The first worker that fails ends the wait, as the others may be stuck in a collective with it.
@@ -323,7 +326,7 @@ class RayWorkerGroup:
         refs = [worker.handle.profile.remote(file) for worker, file in zip(named, files, strict=True)]
         self._wait({ref: _Call(worker, "profile") for ref, worker in zip(refs, named, strict=True)}, self.timeout_s)
 
-    def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
+    def shutdown(self, method: Method[[], Any] | None = None, grace_s: float = 10.0) -> None:
         """End all workers and free their bundles. May be called again.
 
         `method`, if given, is called first and has `grace_s` seconds to finish, unless a worker has died or hung: the
@@ -332,7 +335,7 @@ class RayWorkerGroup:
         is_lost = self._is_lost or not ray.is_initialized() or ray_loss() is not None
         if method is not None and self.members and not is_lost:
             try:
-                self.call_all(method, timeout_s=grace_s)
+                self.wait(self.start_all(method), grace_s)
             except WorkerError as error:
                 logger.warning("%s did not end cleanly and is killed: %s", self.name_prefix, error)
         self._end(failed=False)
@@ -491,11 +494,11 @@ def start_groups(count: int, start: Callable[[int], RayWorkerGroup]) -> list[Ray
     return [future.result() for future in starts]
 
 
-def wait_groups(groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef]) -> list[Any]:
+def wait_groups[R](groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef[R]]) -> list[R]:
     """Results of one call on each group, in order. The first failure ends the wait, with the errors of `wait`."""
     pending = dict(zip(refs, groups, strict=True))
     started = time.monotonic()
-    results: dict[ray.ObjectRef, Any] = {}
+    results: dict[ray.ObjectRef[R], R] = {}
     while pending:
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S)
         for ref in ready:
@@ -698,10 +701,16 @@ def _wait_for_exit(members: list[Worker]) -> None:
         logger.warning("processes %s still run after they were killed", pids)
 
 
+class SeesFiles(Protocol):
+    """A worker that says whether a file exists on its node."""
+
+    def sees(self, file: Path) -> bool: ...
+
+
 def require_shared(group: RayWorkerGroup, folder: Path, key: str) -> None:
-    """Raise ValueError, which names `key`, unless the method `sees(file)` of every worker finds a file of `folder`."""
+    """Raise ValueError, which names `key`, unless every worker, which `SeesFiles`, finds a file of `folder`."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".do_all_nodes_see_this_") as file:
-        seen = group.call_all("sees", Path(file.name))
+        seen = group.call_all(SeesFiles.sees, Path(file.name))
     blind = {worker.bundles[0].node_ip for worker, sees in zip(group.members, seen, strict=True) if not sees}
     if blind:
         raise ValueError(

@@ -23,6 +23,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.actor_host import BUSY
+from nemo_rl.distributed.batched_calls import BatchedCalls
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import MESSAGE_KEYS, EnvironmentInterface, EnvironmentReturn, mean_metrics, total
 from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus, are_stop_strings
@@ -76,8 +77,7 @@ class EnvironmentClient:
         self.name = name
         self.actor = actor
         self.step_timeout_s = step_timeout_s
-        self._waiting: list[_Request] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._steps = BatchedCalls(self._answer, one_at_a_time=True)
         self._may_repeat: bool | None = None  # None: it was not asked yet
         self._ended_at: float | None = None  # when the process was ended; None once the next one answers
 
@@ -88,9 +88,7 @@ class EnvironmentClient:
         """
         messages = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in message_log]
         request = _Request(sample_id, messages, metadata, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send())
+        self._steps.add(request)
         return await request.result
 
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
@@ -113,12 +111,6 @@ class EnvironmentClient:
         # Two results, of which the batch stays where it is.
         _, ref = self.actor.global_post_process_and_metrics.options(num_returns=2).remote(batch)
         return await asyncio.wait_for(ref, self.step_timeout_s)
-
-    async def _send(self) -> None:
-        await asyncio.sleep(0)  # other episodes that are ready join the batch
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            await self._answer(batch)
 
     async def _answer(self, batch: list[_Request], *, is_repeated: bool = False) -> None:
         try:

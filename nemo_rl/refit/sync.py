@@ -199,14 +199,13 @@ class Refit(WeightSync):
         return compared
 
     def _compare_buckets(self, layout: PackLayout) -> WeightComparison:
-        compare = self.generation.compare_weights
-        if reasons := [reason for reason in compare("begin_comparison") if reason is not None]:
+        if reasons := [reason for reason in self.generation.begin_comparison() if reason is not None]:
             return WeightComparison(not_compared=reasons[0])
         self.layout = None  # if it breaks off, the next sync begins with new buffers
         for bucket in range(len(layout.buckets)):
-            compare("compare_bucket", bucket=bucket, fingerprints=self.policy.pack(bucket)[0]["fingerprints"])
+            self.generation.compare_bucket(bucket, self.policy.pack(bucket)[0]["fingerprints"])
         different: dict[str, float] = {}
-        for name, value in (item for of_rank in compare("end_comparison") for item in of_rank.items()):
+        for name, value in (item for of_rank in self.generation.end_comparison() for item in of_rank.items()):
             different[name] = max(different.get(name, 0.0), value)
         self.layout = layout
         return WeightComparison(num_tensors=len(layout.tensors), different=different)

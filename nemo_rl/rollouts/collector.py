@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """The controller's side of rollouts: requests go out, handles of finished groups come back. Tokens never reach it.
 
 `RolloutCollector` has groups played. `RecordedRollouts` (`replay.py`) reads the groups of an earlier run instead.
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import ray
 
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.actor_host import Method
 from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ray_loss
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -88,7 +90,7 @@ class RolloutCollector:
     def use_generation(self, workers: Sequence[Any]) -> None:
         """Send requests to these engines from now on, and play unfinished groups again."""
         self._generation_workers = list(workers)
-        self._call("set_generation_workers", self._generation_workers)
+        self._call(RolloutWorker.set_generation_workers, self._generation_workers)
         self._postponed = None
         unfinished, self._playing = self._unfinished(), {}
         self._play(unfinished)
@@ -167,7 +169,7 @@ class RolloutCollector:
         """Drop all groups, unfinished and finished."""
         self._playing, self._finished, self._postponed = {}, {}, None
         self._submitted.clear()
-        self._call("abandon")
+        self._call(RolloutWorker.abandon)
 
     # -- calls and recovery
 
@@ -179,7 +181,7 @@ class RolloutCollector:
 
     def _play(self, requests: Sequence[GroupRequest]) -> None:
         if requests:
-            self._playing[self.group.start_one(0, "collect", requests)] = list(requests)
+            self._playing[self.group.start_one(0, RolloutWorker.collect, requests)] = list(requests)
 
     def _unfinished(self) -> list[GroupRequest]:
         return [request for requests in self._playing.values() for request in requests]
@@ -194,23 +196,23 @@ class RolloutCollector:
         except WorkerError as error:
             self._recover(error)
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the rollout worker. If it dies during the call, restart it and call again."""
         while True:
             try:
-                return self.group.call_one(0, method, *args)
+                return self.group.call_one(0, method, *args, **kwargs)
             except WorkerError as error:
                 self._recover_worker(error)
 
     def _call_with(self, function: Callable[..., Any], groups: Sequence[GroupHandle], *args: Any) -> Any:
-        return self._call("with_groups", function, args, *places_and_refs(groups))
+        return self._call(RolloutWorker.with_groups, function, args, *places_and_refs(groups))
 
     def _accept(self, refs: Sequence[ray.ObjectRef]) -> None:
         for ref, handles in zip(refs, self.group.wait(refs), strict=True):
             ended = {handle.group_id: self.track(handle) for handle in handles}
             self._finished |= ended
             if rest := [request for request in self._playing.pop(ref) if request.group_id not in ended]:
-                again = self.group.start_one(0, "collect_rest", [request.group_id for request in rest])
+                again = self.group.start_one(0, RolloutWorker.collect_rest, [request.group_id for request in rest])
                 self._playing[again] = rest
             self._num_restarts = 0
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
@@ -296,7 +298,7 @@ class RolloutCollector:
         The result waits for their answer, `<environment>/<metric>` and value.
         """
         args = RolloutWorker.environment_metrics, ([group.task_name for group in groups],)
-        asked, ref = self.group, self.group.start_one(0, "with_groups", *args, *places_and_refs(groups))
+        asked, ref = self.group, self.group.start_one(0, RolloutWorker.with_groups, *args, *places_and_refs(groups))
 
         def answer() -> dict[str, float]:
             try:
@@ -304,7 +306,8 @@ class RolloutCollector:
                     return asked.wait([ref])[0]
             except WorkerError as error:
                 self._recover_worker(error)
-            return self._call("with_groups", *args, *places_and_refs(groups))  # another worker has taken its place
+            # Another worker has taken its place.
+            return self._call(RolloutWorker.with_groups, *args, *places_and_refs(groups))
 
         return answer
 
@@ -319,12 +322,12 @@ class RolloutCollector:
 
     def load(self, folder: Path) -> list[GroupHandle]:
         """Handles of groups that `save` wrote."""
-        return [self.track(handle) for handle in self._call("load", folder)]
+        return [self.track(handle) for handle in self._call(RolloutWorker.load, folder)]
 
     def start_record(self, root: Path, index: StepIndex, keep: int | None, groups: Sequence[GroupHandle]) -> None:
         """Begin to write the groups of a training step; see `records.write_step`."""
         args = partial(write_step, root, index, keep=keep), [group.task_name for group in groups]
-        ref = self.group.start_one(0, "with_groups", RolloutWorker.write, args, *places_and_refs(groups))
+        ref = self.group.start_one(0, RolloutWorker.with_groups, RolloutWorker.write, args, *places_and_refs(groups))
         self._recording[ref] = root, index, keep, groups
 
     def finish_records(self) -> int:
@@ -344,7 +347,7 @@ class RolloutCollector:
 
     def generation_use(self) -> GenerationUse:
         """Use of the engines since the last call, or since the rollout worker was started."""
-        return self._call("generation_use")
+        return self._call(RolloutWorker.generation_use)
 
     def shutdown(self) -> None:
         """Stop the worker, and the keeper with all groups."""

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """Clients of engine replicas for many concurrent episodes. Requests that are ready at the same time travel together."""
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from nemo_rl.distributed.actor_host import Method, call_worker
+from nemo_rl.distributed.batched_calls import BatchedCalls
 from nemo_rl.distributed.errors import WorkerCallError
-from nemo_rl.models.generation.interfaces import EngineDied
+from nemo_rl.models.generation.interfaces import EngineDied, GenerationWorkerInterface
 from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
 
 logger = logging.getLogger(__name__)
@@ -154,11 +157,10 @@ class EngineClient:
         self.replica = replica
         self.is_dead = False
         self._timeout_s = timeout_s
-        self._client_id = (client_id,) if client_id else ()  # `HfWorker` has one client only
+        self._client_id = client_id
         self._ids = map(f"{uuid.uuid4().hex}-{{}}".format, itertools.count())
-        self._waiting: list[GenerationRequest] = []  # not sent yet
+        self._submits, self._aborts = BatchedCalls(self._submit), BatchedCalls(self._abort)
         self._sent: set[str] = set()  # accepted by the replica, not answered
-        self._cancelled: list[str] = []  # to be aborted by the replica
         self.results: dict[str, asyncio.Future[Completion]] = {}  # of the requests in flight
         self._streams: dict[str, OnTokens] = {}  # of requests in flight
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,9 +175,7 @@ class EngineClient:
         if on_tokens is not None:
             self._streams[request.request_id] = on_tokens
         result = self.results[request.request_id] = asyncio.get_running_loop().create_future()
-        self._waiting.append(request)
-        if len(self._waiting) == 1:
-            self._start(self._submit())
+        self._watch(self._submits.add(request))
         try:
             return await result
         finally:
@@ -190,29 +190,26 @@ class EngineClient:
             if not result.done():
                 result.set_exception(error)
 
-    def _start(self, coroutine: Any) -> None:
-        """Run it. An exception fails all requests, so that no caller waits forever."""
+    def _watch(self, task: asyncio.Task[None]) -> None:
+        """Have an exception of the task fail all requests, so that no caller waits forever."""
 
         def done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             error = None if task.cancelled() else task.exception()
             if isinstance(error, EngineDied):
                 self.is_dead = True
-                self._cancelled = []
                 self.fail_all(error)
             elif error is not None:
                 logger.error("%s: a call failed", self.name, exc_info=error)
                 self.fail_all(RequestFailed(f"{self.name}: {error!r}"))
 
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(done)
+        if task not in self._tasks:
+            self._tasks.add(task)
+            task.add_done_callback(done)
 
-    async def _submit(self) -> None:
-        await asyncio.sleep(0)  # let other episodes that are ready add their requests
-        batch = [request for request in self._waiting if request.request_id in self.results]
-        self._waiting = []
-        await self._call("submit", batch, *self._client_id)
+    async def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        batch = [request for request in requests if request.request_id in self.results]
+        await self._call(GenerationWorkerInterface.submit, batch, self._client_id)
         for request in batch:
             if request.request_id in self.results:
                 self._sent.add(request.request_id)
@@ -220,12 +217,12 @@ class EngineClient:
                 self._cancel(request.request_id)
         if not self._is_draining:
             self._is_draining = True
-            self._start(self._drain())
+            self._watch(asyncio.create_task(self._drain()))
 
     async def _drain(self) -> None:
         try:
             while self.results:
-                for answer in await self._call("drain", *self._client_id):
+                for answer in await self._call(GenerationWorkerInterface.drain, self._client_id):
                     if answer.tokens is not None:
                         if answer.request_id in self._streams:
                             self._streams[answer.request_id](answer.tokens)
@@ -246,31 +243,30 @@ class EngineClient:
             self._is_draining = False
 
     def _cancel(self, request_id: str) -> None:
-        """Have the replica abort a request, together with others that are cancelled at the same time."""
-        self._cancelled.append(request_id)
-        if len(self._cancelled) == 1 and not self.is_dead:
-            self._start(self._abort())
+        """Have the replica abort a request."""
+        if not self.is_dead:
+            self._watch(self._aborts.add(request_id))
 
-    async def _abort(self) -> None:
-        await asyncio.sleep(0)
-        request_ids, self._cancelled = self._cancelled, []
-        await self._call("abort", request_ids)
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        await self._call(GenerationWorkerInterface.abort, request_ids)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the replica. Raises EngineDied if it is gone, or gives no sign of life for `timeout_s`.
 
         A call may take any time as long as the replica answers `check_health` meanwhile.
         """
-        call = asyncio.ensure_future(self.replica.call.remote(method, *args))
+        call = asyncio.ensure_future(call_worker(self.replica, method, *args, **kwargs))
         try:
             while not (await asyncio.wait([call], timeout=self._timeout_s / 2))[0]:
                 if self.results:
-                    await asyncio.wait_for(self.replica.call.remote("check_health"), self._timeout_s / 2)
+                    health = call_worker(self.replica, GenerationWorkerInterface.check_health)
+                    await asyncio.wait_for(health, self._timeout_s / 2)
             return call.result()
         except RayActorError as error:
             raise EngineDied(f"{self.name}: {error}") from error
         except TimeoutError:
-            raise EngineDied(f"{self.name} ({method}) gave no sign of life within {self._timeout_s:g} s") from None
+            name, limit_s = method.__name__, self._timeout_s
+            raise EngineDied(f"{self.name} ({name}) gave no sign of life within {limit_s:g} s") from None
         except RayTaskError as error:
             if not isinstance(error.cause, WorkerCallError) or error.cause.exception_type != EngineDied.__name__:
                 raise

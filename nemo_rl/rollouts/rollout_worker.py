@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import ray
 
+from nemo_rl.distributed.batched_calls import BatchedCalls
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode, without_reward
 from nemo_rl.rollouts.group_keeper import Places, store
@@ -126,10 +127,9 @@ class RolloutWorker:
 
     def __init__(self, settings: RolloutWorkerSettings, generation_workers: Sequence[Any], keeper: Any) -> None:
         self.settings = settings
-        self.keeper = keeper  # handle of a GroupKeeper
         self._playing: dict[str, asyncio.Task[GroupHandle]] = {}  # by group id
-        self._ended: list[RolloutGroup] = []  # not sent to the keeper yet
-        self._storing: asyncio.Task[dict[str, tuple[ray.ObjectRef, int]]] | None = None
+        # `keeper`: handle of a GroupKeeper. Groups that end at the same time travel to it together.
+        self._stores = BatchedCalls(partial(store, keeper, limit_s=settings.engine_timeout_s))
         self.environments = settings.connect_environments()
         self.agents = settings.connect_agents()
         self.engines = Engines(settings.engine_timeout_s)
@@ -203,12 +203,8 @@ class RolloutWorker:
 
     async def keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
         """Store a finished group in the keeper. `task_name` goes into the handle."""
-        self._ended.append(group)
-        if len(self._ended) == 1:
-            self._storing = asyncio.create_task(self._store_ended())
-        assert self._storing is not None
         # Shielded: one group that is abandoned does not take the others with it.
-        ref, place = (await asyncio.shield(self._storing))[group.group_id]
+        ref, place = (await asyncio.shield(self._stores.add(group)))[group.group_id]
         return GroupHandle(
             group_id=group.group_id,
             prompt_id=group.prompt_id,
@@ -264,12 +260,6 @@ class RolloutWorker:
             raise EnvironmentFailure(f"sample {sample_id}: {error}") from error
         images.add(new)
         return rendered
-
-    async def _store_ended(self) -> dict[str, tuple[ray.ObjectRef, int]]:
-        """Send the groups that have ended to the keeper: reference and place of each by group id."""
-        await asyncio.sleep(0)  # groups that end at the same time travel together
-        groups, self._ended = self._ended, []
-        return await store(self.keeper, groups, self.settings.engine_timeout_s)
 
     async def with_groups(
         self, function: Callable[..., Awaitable[T]], args: Sequence[Any], places: Places, *stored: list[RolloutGroup]

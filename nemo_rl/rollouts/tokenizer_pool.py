@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """Rows of a dataset -> tokenised groups in the object store, for training without sampling (SFT, DPO, reward models).
 
 `TokenizerWorker` runs in its own actor. It tokenises rows and puts them into the object store in groups.
@@ -110,7 +111,7 @@ class TokenizerPool:
         for number, start in enumerate(range(0, len(prompts), size)):
             worker, rows = number % num_workers, prompts[start : start + size]
             process = self._workers[worker]
-            ref = process.start_one(0, "make_group", rows)
+            ref = process.start_one(0, TokenizerWorker.make_group, rows)
             pending.append(PendingGroup(prompts=rows, worker=worker, process=process, ref=ref))
         return pending
 
@@ -149,12 +150,12 @@ class TokenizerPool:
         for group in pending:
             if group.process is not process:
                 group.process, group.handle = process, None
-                group.ref = process.start_one(0, "make_group", group.prompts)
+                group.ref = process.start_one(0, TokenizerWorker.make_group, group.prompts)
         waiting = [group for group in pending if group.handle is None]
         try:
             for group, handle in zip(waiting, process.wait([group.ref for group in waiting]), strict=True):
                 group.handle = handle
-            process.call_one(0, "is_alive")  # it may have died after its last answer
+            process.call_one(0, TokenizerWorker.is_alive)  # it may have died after its last answer
         except WorkerError as error:
             if error.exception_type != ValueError.__name__:
                 raise

@@ -18,7 +18,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.rollouts.openai_server import OpenAIServerSettings
+from nemo_rl.rollouts.openai_server import OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.registry import token_in
@@ -62,7 +62,7 @@ class EngineServer:
         )
         builder = RayWorkerBuilder(WORKER, settings, generation.workers)
         group = RayWorkerGroup(cluster, builder, name_prefix=NAME_PREFIX, num_workers=1, timeout_s=timeout_s)
-        run.stack.callback(group.shutdown, "stop")  # answers waiting clients that the run has ended
+        run.stack.callback(group.shutdown, OpenAIServer.stop)  # answers waiting clients that the run has ended
         return cls(group, settings, run.tools.logger.run_dir, run.console)
 
     def open(self) -> None:
@@ -80,7 +80,7 @@ class EngineServer:
     def use_engines(self, workers: Sequence[Any]) -> None:
         """Ask these workers from now on, which have taken the place of dead ones."""
         try:
-            self._group.call_one(0, "set_generation_workers", list(workers))
+            self._group.call_one(0, OpenAIServer.set_generation_workers, list(workers))
         except WorkerDied as error:  # the run goes on without its server
             logger.warning("%s; the OpenAI-compatible server answers no more in this run", first_line(error))
 
@@ -102,7 +102,7 @@ def _listen(server: RayWorkerGroup, settings: OpenAIServerSettings) -> str:
     """Begin to answer. Returns the base URL for clients. Raises ValueError if the address cannot be used."""
     host = settings.host
     try:
-        port = server.call_one(0, "listen")
+        port = server.call_one(0, OpenAIServer.listen)
     except WorkerError as error:
         if error.exception_type not in ("OSError", "gaierror", "PermissionError"):
             raise

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """Generation by the policy's own workers (`backend: hf` or `megatron`).
 
 `HfGeneration` is the driver's handle. It starts one actor, `HfWorker`, which has the interface of an engine replica: it
@@ -15,20 +16,28 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from nemo_rl.distributed.actor_host import call_worker
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import GENERATION, EngineDied, GenerationInterface
+from nemo_rl.models.generation.interfaces import GENERATION, EngineDied, GenerationInterface, GenerationWorkerInterface
 from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.types import GenerationAnswer, GenerationRequest
 
 WORKER = "nemo_rl.models.generation.hf.HfWorker"
+_ONE_CLIENT = "the policy generates for one client, the rollout worker"
 _GATHER_S = 0.005  # a batch leaves when no request has arrived for this long
 
 
+class GeneratingRank(Protocol):
+    """A worker of a policy that generates."""
+
+    def generate(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]: ...
+
+
 class GeneratingPolicy(Protocol):
-    """A policy whose workers have `generate`."""
+    """A policy whose workers are a `GeneratingRank` each."""
 
     def prepare_generation(self) -> None: ...  # called again after workers were replaced
     @property
@@ -80,17 +89,17 @@ class HfGeneration(GenerationInterface):
         return WeightComparison(not_compared="generation uses the weights that are trained")
 
     def _send_ranks(self) -> None:
-        self._call_all("use", self._policy.generating_workers, self._policy.data_coordinates)
+        self._call_all(HfWorker.use, self._policy.generating_workers, self._policy.data_coordinates)
 
     def rest(self) -> None:
         """Drop all requests and return when the policy's workers are free."""
-        self._call_all("rest")
+        self._call_all(HfWorker.rest)
 
     def dead_workers(self) -> list[int]:
         """[0] if the actor is gone. Raises WorkerDied or WorkerHang if a worker of the policy is gone or hangs."""
         self._policy.check_health()
         try:
-            self._call_all("ping")
+            self._call_all(HfWorker.ping)
         except WorkerDied:
             return [0]
         return []
@@ -100,7 +109,7 @@ class HfGeneration(GenerationInterface):
         self._send_ranks()
 
 
-class HfWorker:
+class HfWorker(GenerationWorkerInterface):
     """Accepts requests as an engine does, and has the policy's ranks answer them, one batch after another.
 
     A batch consists of all requests that wait when the previous batch ends. Each call has at most `max_batch_size` of
@@ -130,13 +139,12 @@ class HfWorker:
         self._death = None
 
     async def finish_weight_update(self, version: int) -> bool:
-        """Set the version of the policy's weights. No batch may be in progress."""
         assert self._generating is None, "the weights changed while completions were generated"
         self._weight_version = version
         return True
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin to answer `requests`; `drain` returns the answers."""
+    async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
+        assert not client_id, _ONE_CLIENT
         for request in requests:
             problem = prompt_problem(len(request.prompt_token_ids), self._max_model_len)
             if problem is None:
@@ -146,18 +154,16 @@ class HfWorker:
         if self._waiting and self._generating is None:
             self._generating = asyncio.create_task(self._generate_all())
 
-    async def drain(self) -> list[GenerationAnswer]:
-        """Wait for an answer and return all that are ready; see `AnswerQueue.take`."""
+    async def drain(self, client_id: str = "") -> list[GenerationAnswer]:
+        assert not client_id, _ONE_CLIENT
         return await self._answers.take()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop these requests. A request of the current call ends with the call and is not answered."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
-        self._in_batch.difference_update(request_ids)
+        self._in_batch.difference_update(request_ids)  # they end with their call, without an answer
 
     async def abandon_requests(self) -> None:
-        """Drop every request. Clients must send them again."""
         self._waiting = {}
         self._in_batch.clear()
         self._answers.clear()
@@ -169,10 +175,9 @@ class HfWorker:
             await self._generating
 
     async def check_health(self) -> None:
-        """Raise EngineDied if a rank of the policy died. It takes as long as a rank that is stopped does not answer."""
         if self._death is not None:
             raise EngineDied(self._death)
-        try:
+        try:  # waits as long as a rank is stopped
             await asyncio.gather(*(rank.phase.remote() for rank in self._ranks))
         except RayActorError as error:
             raise EngineDied(f"a worker of the policy died: {error}") from error
@@ -208,7 +213,7 @@ class HfWorker:
     async def _call_ranks(self, shares: Sequence[Sequence[GenerationRequest]]) -> None:
         """Answer requests of the batch, or after an error all that are left."""
         calls = [
-            worker.call.remote("generate", shares[data_rank], self._weight_version)
+            call_worker(worker, GeneratingRank.generate, shares[data_rank], self._weight_version)
             for worker, data_rank in zip(self._ranks, self._data_ranks, strict=True)
         ]
         try:

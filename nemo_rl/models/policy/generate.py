@@ -220,7 +220,9 @@ class GeneratingWorker(PolicyWorker):
         sampling, settings = requests[0].sampling, self.generation_settings
         most = sampling.max_new_tokens
         rows = [
-            _Row(number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids)))
+            _Row(
+                number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids))
+            )
             for number, request in enumerate(requests)
         ]
         # A generator per request, so that a completion does not depend on the others of its batch.
@@ -284,4 +286,4 @@ class SelfGeneratingPolicy(Policy):
             special_token_ids=frozenset(tokenizer.all_special_ids),
             decode=partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         )
-        self.group.call_all("prepare_generation", settings)
+        self.group.call_all(GeneratingWorker.prepare_generation, settings)

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """A policy as the rest of the library sees it: it sends plans and object references, and receives metadata."""
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from typing import Any, ClassVar, TypeVar
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.actor_host import Method
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.interfaces import PolicyWorkerInterface
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.models.policy.settings import PolicyWorkerSettings, SampleSettings
 from nemo_rl.types import BatchPlan, LossFunction, RowKey, TokenAdvantages, TrainResult
@@ -31,7 +34,7 @@ class WorkersWrite:
 
     def __init__(self, group: RayWorkerGroup) -> None:
         self.group = group
-        self.refs = group.start_all("finish_save_checkpoint")
+        self.refs = group.start_all(PolicyWorkerInterface.finish_save_checkpoint)
 
     def is_done(self) -> bool:
         return len(self.group.done(self.refs)) == len(self.refs)
@@ -96,7 +99,7 @@ class Policy:
         )
         self.group = self._start()
         self._on_wait: Callable[[], None] | None = None
-        self.gpu = find_gpu(self.group.call_one(0, "device_name"))
+        self.gpu = find_gpu(self.group.call_one(0, PolicyWorkerInterface.device_name))
         accelerator.register(self.name_prefix, self.onload, self.offload, is_awake=True)
 
     def restart(self) -> None:
@@ -113,7 +116,7 @@ class Policy:
         self.group.on_wait = self._on_wait
         self._writing = []
         if self._samples is not None:
-            self.group.call_all("keep_samples", self._samples)
+            self.group.call_all(PolicyWorkerInterface.keep_samples, self._samples)
         self.accelerator.rebuilt(self.name_prefix)
 
     def while_waiting(self, callback: Callable[[], None]) -> None:
@@ -122,13 +125,13 @@ class Policy:
 
     def onload(self, *, with_optimizer: bool = True) -> None:
         """Weights and, unless a refit follows, optimizer state onto the devices. Called by the accelerator."""
-        self.group.call_all("onload", with_optimizer=with_optimizer)
+        self.group.call_all(PolicyWorkerInterface.onload, with_optimizer=with_optimizer)
 
     def offload(self, *, with_weights: bool = True) -> None:
         """Optimizer state and, unless a refit follows, weights to host memory. Called by the accelerator."""
-        self.group.call_all("offload", with_weights=with_weights)
+        self.group.call_all(PolicyWorkerInterface.offload, with_weights=with_weights)
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _call[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The results of `method` of each worker, with weights and optimizer state on the devices."""
         with self.accelerator.hold(self.name_prefix):
             return self.group.call_all(method, *args, **kwargs)
@@ -148,26 +151,26 @@ class Policy:
                 places[number] = refs.setdefault(ref, len(refs)), place
             work.append((rank_plan, places, *refs))
         self._plan = plan
-        self.group.call_each("load", [work[coordinate] for coordinate in self.data_coordinates])
+        self.group.call_each(PolicyWorkerInterface.load, [work[coordinate] for coordinate in self.data_coordinates])
 
     def compute(self, task: HeadTask, column: str) -> None:
         """Compute the output of `task` for the loaded rows under the current weights, and keep it as `column`.
 
         `prev_logprobs` may be left out before a `train` of one optimizer step: its forward pass gives the same values.
         """
-        self._call("compute", task, column)
+        self._call(PolicyWorkerInterface.compute, task, column)
 
     def compute_reference_logprobs(self) -> None:
         """Compute logprobs under the weights the run started from, as column `reference_policy_logprobs`."""
-        self._call("compute_reference_logprobs")
+        self._call(PolicyWorkerInterface.compute_reference_logprobs)
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
         """Sum a column over the tokens that carry loss, by row, and keep the sums as column `total`."""
-        return _merged(self.group.call_all("sum_column", column, total))
+        return _merged(self.group.call_all(PolicyWorkerInterface.sum_column, column, total))
 
     def share(self, column: str) -> dict[RowKey, Any]:
         """References to a column of every loaded row, for `attach` of a policy that loaded the same groups."""
-        return _merged(self.group.call_all("share", column))
+        return _merged(self.group.call_all(PolicyWorkerInterface.share, column))
 
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
         """Every worker fetches, for its rows, the column that another policy shared."""
@@ -176,15 +179,15 @@ class Policy:
         for rank_plan in self._plan.ranks:
             keys = [key for batch in rank_plan.logprobs for planned in batch for key in planned.keys]
             work.append((column, keys, *(shared[key] for key in keys)))
-        self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
+        self.group.call_each(PolicyWorkerInterface.attach, [work[coordinate] for coordinate in self.data_coordinates])
 
     def inspect(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call `function(worker, *args)` on every worker, as an investigation does (`inspection.py`)."""
-        return self._call("inspect", function, *args)
+        return self._call(PolicyWorkerInterface.inspect, function, *args)
 
     def inspect_weights(self) -> None:
         """Raises WorkerError, which names worker and weights, if some are not finite."""
-        self._call("inspect_weights")
+        self._call(PolicyWorkerInterface.inspect_weights)
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`
@@ -192,22 +195,22 @@ class Policy:
 
         Returns `max_seq_mult_prob_error` and `num_masked_seqs_by_logprob_error`.
         """
-        return self.group.call_all("mask_sequences_by_importance", threshold)[0]
+        return self.group.call_all(PolicyWorkerInterface.mask_sequences_by_importance, threshold)[0]
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
-        self.group.call_all("set_token_advantages", advantages)
+        self.group.call_all(PolicyWorkerInterface.set_token_advantages, advantages)
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
         """Metrics of the loss over the loaded plan, which has one optimizer step, without training; includes `loss`."""
-        return self._call("evaluate", loss_fn, task)[0]
+        return self._call(PolicyWorkerInterface.evaluate, loss_fn, task)[0]
 
     def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
         """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator.
 
         `is_last_pass`: of the training step over the plan.
         """
-        results = self._call("train", loss_fn, task, is_last_pass)
+        results = self._call(PolicyWorkerInterface.train, loss_fn, task, is_last_pass)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
@@ -218,11 +221,11 @@ class Policy:
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         anchor = tokenizer("0", add_special_tokens=False)["input_ids"][-1]
         self._samples = SampleSettings(folder=folder, max_tokens=max_tokens, decode=decode, anchor=anchor)
-        self.group.call_all("keep_samples", self._samples)
+        self.group.call_all(PolicyWorkerInterface.keep_samples, self._samples)
 
     def write_samples(self, step: int) -> None:
         """The workers begin to write the reported rows of the loaded plan into the folder, before their next call."""
-        self._writing = self.group.start_all("write_samples", step)
+        self._writing = self.group.start_all(PolicyWorkerInterface.write_samples, step)
 
     def samples_written(self) -> list[str]:
         """Wait for the end of `write_samples`. Returns the problems."""
@@ -234,7 +237,7 @@ class Policy:
 
         With `request.in_background`, weights and optimizer state are still being written when this returns.
         """
-        self._call("save_checkpoint", directory, request)
+        self._call(PolicyWorkerInterface.save_checkpoint, directory, request)
         self._save_tokenizer(directory / self.name_prefix / "tokenizer")
         if request.save_consolidated:
             self._save_tokenizer(directory / self.name_prefix / "weights" / "consolidated")
@@ -247,23 +250,23 @@ class Policy:
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Read the files of `save_checkpoint`, on the same or another number of ranks."""
-        self._call("load_checkpoint", directory, load_optimizer=load_optimizer)
+        self._call(PolicyWorkerInterface.load_checkpoint, directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         """Create the transfer buffers, once. Returns names, shapes, dtypes, offsets and buffer handles per rank."""
-        return self.group.call_all("prepare_refit", settings)
+        return self.group.call_all(PolicyWorkerInterface.prepare_refit, settings)
 
     def pack(self, bucket: int) -> list[dict[str, Any]]:
         """Pack bucket number `bucket`. Returns each rank's message to its receiver (fingerprints, never tensors)."""
-        return self.group.call_all("pack", bucket)
+        return self.group.call_all(PolicyWorkerInterface.pack, bucket)
 
     def check_health(self, timeout_s: float | None = None) -> None:
         """Raise WorkerDied, naming the worker, if one is gone, or WorkerHang if one does not answer."""
-        self.group.call_all("device_name", timeout_s=timeout_s)
+        self.group.wait(self.group.start_all(PolicyWorkerInterface.device_name), timeout_s)
 
     def shutdown(self) -> None:
         """End the workers."""
-        self.group.shutdown("shutdown")
+        self.group.shutdown(PolicyWorkerInterface.shutdown)
 
 
 def _merged(parts: Sequence[Mapping[RowKey, Any]]) -> dict[RowKey, Any]:

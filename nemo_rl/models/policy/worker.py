@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.models.policy.batch.microbatches import (
-    MicroBatchRunner,
     Row,
+    MicroBatchRunner,
     from_last_stage,
     loss_inputs,
     reduce_micro_batches,
@@ -39,6 +39,7 @@ from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState, own_generat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import StoredHead
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
+from nemo_rl.models.policy.interfaces import PolicyWorkerInterface
 from nemo_rl.models.policy.residency import Residency
 from nemo_rl.models.policy.settings import PolicyWorkerSettings, SampleSettings
 from nemo_rl.refit.layout import ExportedTensor
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class PolicyWorker(ABC):
-    """One rank of a policy. Every method is a collective: all ranks call it in the same order.
+class PolicyWorker(PolicyWorkerInterface):
+    """The part of a rank that both backends share. `PolicyWorkerInterface` says what its public methods do.
 
     A backend's constructor calls `super().__init__`, which joins the process group, and sets the attributes below.
     """
@@ -157,18 +158,15 @@ class PolicyWorker(ABC):
     # -- residency
 
     def offload(self, *, with_weights: bool = True) -> None:
-        """Move optimizer state and, unless a refit follows, weights to the host, which frees the device."""
         StoredHead.rows.cache_clear()
         if self.settings.use_gpu:  # otherwise all of it is in host memory
             self.residency.offload(with_weights=with_weights)
             torch.cuda.empty_cache()
 
     def onload(self, *, with_optimizer: bool) -> None:
-        """Move weights, and optimizer state if it will be used, back to the device."""
         self.residency.onload(with_optimizer=with_optimizer)
 
     def device_name(self) -> str:
-        """The vendor's name of the device."""
         return torch.cuda.get_device_name(self.device) if self.settings.use_gpu else "CPU"
 
     # -- rows of the step
@@ -176,7 +174,6 @@ class PolicyWorker(ABC):
     def load(
         self, plan: RankPlan, places: Mapping[int, tuple[int, int]], *stored: Sequence[RolloutGroup | ExampleGroup]
     ) -> None:
-        """Take the rows of `plan`. `places`: number of a group -> (number of its list among `stored`, place in it)."""
         by_number = {number: stored[index][place] for number, (index, place) in places.items()}
         self.plan = plan
         self.rows = rows_of_plan(plan, by_number)
@@ -185,12 +182,10 @@ class PolicyWorker(ABC):
             self.samples.begin(plan.reported, by_number)
 
     def keep_samples(self, settings: SampleSettings) -> None:
-        """From the next `load` on, keep the values that `write_samples` writes of the reported rows."""
         if self.mesh.is_first_of_last_stage:
             self.samples = SampleWriter(settings, f"{self.settings.folder}-{self.rank}")
 
     def write_samples(self, step: int) -> str | None:
-        """Write the reported rows of the loaded plan. Returns why it cannot be done."""
         if self.samples is None:
             return None
         for key, values in self.outputs.items():
@@ -213,7 +208,6 @@ class PolicyWorker(ABC):
         return [batch.pin_memory() for batch in batches] if self.settings.use_gpu else batches
 
     def compute(self, task: HeadTask, column: str, *, is_reference: bool = False) -> None:
-        """Fill `column` of every row with the output of `task` for its tokens, [T] or [T, C], under current weights."""
         batches = [select(self.rows, batch) for batch in self.plan.logprobs]
         scored = self.runner.forward(self._model_batches(batches, task, is_reference=is_reference), task)
         if task.num_values is None:  # small enough to wait for the device only once, at the end
@@ -226,13 +220,11 @@ class PolicyWorker(ABC):
                 row.columns[column] = own[: len(row.token_ids)].to("cpu", copy=True)
 
     def compute_reference_logprobs(self) -> None:
-        """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
         assert self.reference is not None, "built without a reference model"
         with self.reference():
             self.compute(Logprobs(filtered=False), "reference_policy_logprobs", is_reference=True)
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
-        """See `Policy.sum_column`. The result is empty on all but one of the ranks that have the same rows."""
         sums = {}
         for key, row in self.rows.items():
             # Float64, because a sum over a long answer is compared with one in another order of addition.
@@ -241,18 +233,15 @@ class PolicyWorker(ABC):
         return sums if self.mesh.is_first_of_data_rank else {}
 
     def share(self, column: str) -> dict[RowKey, Any]:
-        """See `Policy.share`. The result is empty on all but one of the ranks that have the same rows."""
         if not self.mesh.is_first_of_data_rank:
             return {}
         return {key: ray.put(row.columns[column].numpy()) for key, row in self.rows.items()}
 
     def attach(self, column: str, keys: list[RowKey], *values: np.ndarray) -> None:
-        """Fill `column` of the rows `keys` with values that another group shared."""
         for key, value in zip(keys, values, strict=True):
             self.rows[key].columns[column] = torch.from_numpy(np.array(value))
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
-        """See `Policy.mask_sequences_by_importance`."""
         worst = torch.zeros(1)
         masked = torch.zeros(1)
         for row in self.rows.values():
@@ -270,7 +259,6 @@ class PolicyWorker(ABC):
         return {"max_seq_mult_prob_error": worst.item(), "num_masked_seqs_by_logprob_error": masked.item()}
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
-        """See `TokenAdvantages`. Statistics are computed over all ranks."""
         sums = torch.zeros(3, dtype=torch.float64)
         for row in self.rows.values():
             mask = row.token_mask * row.mask
@@ -282,16 +270,11 @@ class PolicyWorker(ABC):
             row.columns["advantages"] = advantages.finish(row.columns["advantages"], mask, sums)
 
     def inspect(self, function: Callable[..., T], *args: Any) -> T:
-        """See `Policy.inspect`."""
         return function(self, *args)
 
     # -- training
 
     def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
-        """Take the optimizer steps of the loaded plan, in order. The loss gets the output of `task` for each token.
-
-        `is_last_pass`: of the training step, which may have several over one plan.
-        """
         result = TrainResult(losses=[], grad_norms=[], learning_rates=[], metrics={})
         steps = []
         for micro_batches in self.plan.train:
@@ -305,7 +288,6 @@ class PolicyWorker(ABC):
         return result
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
-        """Metrics of the loaded plan, which has one optimizer step, without gradients. `loss` is one of them."""
         (micro_batches,) = self.plan.train
         batches = [select(self.rows, batch) for batch in micro_batches]
         seqs, toks = self._global_counts(batches)
@@ -392,14 +374,9 @@ class PolicyWorker(ABC):
     # -- checkpoints
 
     def sees(self, file: Path) -> bool:
-        """Whether the file exists on this node, for `require_shared`."""
         return file.is_file()
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> None:
-        """Write this rank's part under `directory/<folder>`, and its random generators under `directory/rng`.
-
-        With `request.in_background`, `finish_save_checkpoint` waits for weights and optimizer.
-        """
         folder = directory / self.settings.folder
         self._save_beside(folder, save_consolidated=request.save_consolidated)
         (directory / "rng").mkdir(exist_ok=True)
@@ -413,16 +390,13 @@ class PolicyWorker(ABC):
         self.saver.start(state, folder, request.model_save_format)
 
     async def finish_save_checkpoint(self) -> None:
-        """Wait for the background save, while the worker does other work. Raises its errors."""
         assert self.saver is not None, "save_checkpoint comes first"
         await asyncio.to_thread(self.saver.finish)
 
     def inspect_weights(self) -> None:
-        """Raises RuntimeError if weights of this rank are not finite."""
         self._state(save_optimizer=False)
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        """Inverse of `save_checkpoint`. Random generators are restored if this rank existed in the saving run."""
         self._load_state(directory / self.settings.folder, load_optimizer=load_optimizer)
         if self._rng_file(directory).exists():
             load_rng_state(self._rng_file(directory))
@@ -433,7 +407,6 @@ class PolicyWorker(ABC):
     # -- refit
 
     def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Build a sender in place of the previous one. Returns its layout and buffer handles."""
         if self.sender is not None:
             self.sender.close()
         place = {"device": self.device, "rank": self.rank, "local_rank": int(os.environ["LOCAL_RANK"])}
@@ -445,12 +418,10 @@ class PolicyWorker(ABC):
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
-        """Fill bucket number `bucket`. Collective: sharded parameters are gathered."""
         assert self.sender is not None, "prepare_refit comes first"
         return self.sender.pack(bucket)
 
     def shutdown(self) -> None:
-        """Free transfer buffers and leave the process group."""
         if self.sender is not None:
             self.sender.close()
         if self.saver is not None:

@@ -58,7 +58,7 @@ def test_a_node_without_the_shared_file_system_is_named(tmp_path: Path) -> None:
         members = tuple(SimpleNamespace(bundles=[SimpleNamespace(node_ip=ip)]) for ip in ("10.0.0.1", "10.0.0.2"))
         seen_by_second = True
 
-        def call_all(self, method: str, file: Path) -> list[bool]:
+        def call_all(self, method: Any, file: Path) -> list[bool]:
             return [file.is_file(), self.seen_by_second]
 
     group: Any = TwoNodes()

@@ -18,6 +18,7 @@ from nemo_rl.distributed.actor_host import BusyTimes, group_memory_gb
 from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.distributed.worker_groups import RayWorkerGroup, tensor_bytes
 from nemo_rl.utils.config import ProfileConfig
+from tests.unit.distributed.workers import EchoWorker
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("ray_local")
 
 def step(group: RayWorkerGroup, number: int, cfg: ProfileConfig, folder: Path) -> None:
     with profiled_step(cfg, folder, number):
-        product = group.call_one(1, "apply", lambda: torch.ones(64, 64) @ torch.ones(64, 64))
+        product = group.call_one(1, EchoWorker.apply, lambda: torch.ones(64, 64) @ torch.ones(64, 64))
         assert product[0, 0] == 64.0  # the other need not load torch
 
 

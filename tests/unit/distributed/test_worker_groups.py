@@ -25,6 +25,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, _groups_by_node
 from nemo_rl.utils.venvs import VenvBuildError, python_executable_for
 from tests.unit.distributed.conftest import ECHO
+from tests.unit.distributed.workers import EchoWorker
 from tests.unit.utils.test_venvs import PYPROJECT
 
 WORKERS = "tests.unit.distributed.workers"
@@ -56,28 +57,28 @@ def alive(pid: int) -> bool:
 
 
 def test_results_can_be_had_as_they_come(echo_pair: RayWorkerGroup) -> None:
-    refs = [echo_pair.start_one(0, "wait_async", seconds) for seconds in (1.0, 0.0)]
+    refs = [echo_pair.start_one(0, EchoWorker.wait_async, seconds) for seconds in (1.0, 0.0)]
     assert echo_pair.done(refs[:1]) == []
     assert echo_pair.wait_any(refs) == refs[1:] and echo_pair.wait(refs[1:]) == [0.0]
     assert echo_pair.wait(refs[:1]) == [1.0]
-    slow = echo_pair.start_one(1, "wait_async", 30.0)
+    slow = echo_pair.start_one(1, EchoWorker.wait_async, 30.0)
     with pytest.raises(WorkerHang, match="no answer from echo-1"):
         echo_pair.wait_any([slow], timeout_s=0.5)
 
 
 def test_calls_reach_the_workers_they_name_and_wrong_ones_are_refused(echo_pair: RayWorkerGroup) -> None:
-    assert echo_pair.call_all("echo", 1, k=2) == [("hello", 0, (1,), {"k": 2}), ("hello", 1, (1,), {"k": 2})]
-    each = echo_pair.call_each("echo", [("a",), ("b", "c")], k=2)
+    assert echo_pair.call_all(EchoWorker.echo, 1, k=2) == [("hello", 0, (1,), {"k": 2}), ("hello", 1, (1,), {"k": 2})]
+    each = echo_pair.call_each(EchoWorker.echo, [("a",), ("b", "c")], k=2)
     assert each == [("hello", 0, ("a",), {"k": 2}), ("hello", 1, ("b", "c"), {"k": 2})]
-    assert echo_pair.call_one(1, "echo") == ("hello", 1, (), {})
-    refs = echo_pair.start_all("echo")
+    assert echo_pair.call_one(1, EchoWorker.echo) == ("hello", 1, (), {})
+    refs = echo_pair.start_all(EchoWorker.echo)
     assert [result[1] for result in echo_pair.wait(refs[::-1])] == [1, 0]
     with pytest.raises(ValueError, match=r"echo.echo: 1 sets of arguments for 2 workers"):
-        echo_pair.call_each("echo", [("a",)])
+        echo_pair.call_each(EchoWorker.echo, [("a",)])
     with pytest.raises(ValueError, match="give each worker a tuple"):
-        echo_pair.call_each("echo", ["a", "b"])  # type: ignore[list-item]
+        echo_pair.call_each(EchoWorker.echo, ["a", "b"])  # type: ignore[list-item]
     with pytest.raises(WorkerError, match="EchoWorker has no method 'ecko'"):
-        echo_pair.call_all("ecko")
+        echo_pair.wait(echo_pair.run_all_workers_single_data("ecko"))
 
 
 def test_bundles_are_counted_on_each_node() -> None:
@@ -89,7 +90,7 @@ def test_bundles_are_counted_on_each_node() -> None:
 
 def test_environment_holds_the_rank_and_what_was_given(echo_pair: RayWorkerGroup, monkeypatch) -> None:
     monkeypatch.setenv("A_SECRET_OF_THE_DRIVER", "token")
-    environments = echo_pair.call_all("apply", lambda: dict(os.environ))
+    environments = echo_pair.call_all(EchoWorker.apply, lambda: dict(os.environ))
     for rank, environment in enumerate(environments):
         expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0", "GIVEN": "yes"}
         assert expected.items() <= environment.items()
@@ -102,10 +103,10 @@ def test_environment_holds_the_rank_and_what_was_given(echo_pair: RayWorkerGroup
 def test_arrays_through_the_controller_are_counted_and_references_are_not(echo_pair: RayWorkerGroup) -> None:
     before = echo_pair.controller_tensor_bytes
     array = np.zeros(1000, np.float32)
-    result = echo_pair.call_one(0, "echo", ray.put(array), {"ref": ray.put(array)})
+    result = echo_pair.call_one(0, EchoWorker.echo, ray.put(array), {"ref": ray.put(array)})
     assert result[2][0].shape == (1000,)  # the reference at the top level arrived as its value
     assert echo_pair.controller_tensor_bytes - before == 4000  # in the result alone
-    echo_pair.call_all("echo", [array])
+    echo_pair.call_all(EchoWorker.echo, [array])
     assert echo_pair.controller_tensor_bytes - before == 4000 + 2 * 2 * 4000
 
 
@@ -113,38 +114,38 @@ def test_a_worker_that_raises_while_the_other_is_stuck_is_named_and_one_that_is_
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"(?s)policy-1 \(rank 1, node .*pid \d+\) failed in raise_on") as caught:
-            group.call_all("raise_on", 1)
+            group.call_all(EchoWorker.raise_on, 1)
         assert time.monotonic() - start < 50
         error = caught.value
         assert (error.worker, error.rank, error.method) == ("policy-1", 1, "raise_on")
         assert error.exception_type == "KeyError" and 'raise KeyError("missing row")' in error.remote_traceback
-        refs = group.start_all("raise_on", 1)  # as one that misses its peer in a collective does
-        group.start_one(1, "apply", time.sleep, 60)
+        refs = group.start_all(EchoWorker.raise_on, 1)  # as one that misses its peer in a collective does
+        group.start_one(1, EchoWorker.apply, time.sleep, 60)
         pid = group.members[0].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match=rf"policy-0 \(rank 0, node .*, pid {pid}\) died in raise_on") as died:
             group.wait(refs)
         assert died.value.rank == 0
         start = time.monotonic()
-        group.shutdown("echo", grace_s=60)  # the other worker sleeps, and is not waited for
+        group.shutdown(EchoWorker.echo, grace_s=60)  # the other worker sleeps, and is not waited for
         assert time.monotonic() - start < 50
 
 
 @pytest.mark.over_20s("four calls that never end, and the questions to stuck workers, take 15 s on an idle machine")
 def test_a_stuck_worker_is_named_with_its_stack_and_a_stopped_one_is_said_to_be_stopped(cluster):
     with RayWorkerGroup(cluster, ECHO, name_prefix="policy", timeout_s=2) as group:
-        for method, args in (("wait_async", [(0.0,), (60.0,)]), ("sleep_on", [(1, 60), (1, 60)])):
-            told = rf"no answer from policy-1 \(rank 1.* in {method} after 2 s"
-            with pytest.raises(WorkerHang, match=told) as caught:
+        for method, args in ((EchoWorker.wait_async, [(0.0,), (60.0,)]), (EchoWorker.sleep_on, [(1, 60), (1, 60)])):
+            name = method.__name__
+            with pytest.raises(WorkerHang, match=rf"no answer from policy-1 \(rank 1.* in {name} after 2 s") as caught:
                 group.call_each(method, args)
-            assert f"in {method}" in str(caught.value).partition("\n")[2]
-            assert f"{method} for " in str(caught.value)
+            assert f"in {name}" in str(caught.value).partition("\n")[2]
+            assert f"{name} for " in str(caught.value)
             assert "policy-0" not in str(caught.value)
         with pytest.raises(WorkerHang, match=r"(?s)policy-0.*\n.*in block_loop"):  # an event loop that stands still
-            group.call_all("block_loop", 60, timeout_s=5)  # the call has to arrive first
+            group.wait(group.start_all(EchoWorker.block_loop, 60.0), 5)  # the call has to arrive first
         pid = group.members[0].identity.pid  # type: ignore[union-attr]
         os.kill(pid, signal.SIGSTOP)
-        refs = [group.start_one(0, "echo") for _ in range(3)]
+        refs = [group.start_one(0, EchoWorker.echo) for _ in range(3)]
         with pytest.raises(WorkerHang, match=rf"policy-0.*(?s:.)*state of process {pid}: T \(stopped\)") as caught:
             group.wait(refs)
         assert str(caught.value).count("policy-0") == 2, "in the list of names and above its state"
@@ -177,10 +178,10 @@ def test_bundles_are_booked_at_first_use_and_failed_starts_and_shutdown_release_
         RayWorkerGroup(cluster, failing, name_prefix="echo", num_workers=2)
     assert eventually(lambda: free_cpus() == 4)
     group = RayWorkerGroup(cluster, ECHO, name_prefix="echo")  # the bundles can be had again
-    children = group.call_all("apply", lambda: subprocess.Popen(["sleep", "600"]).pid)
-    pids = [*children, *group.call_all("apply", os.getpid)]
+    children = group.call_all(EchoWorker.apply, lambda: subprocess.Popen(["sleep", "600"]).pid)
+    pids = [*children, *group.call_all(EchoWorker.apply, os.getpid)]
     assert all(alive(pid) for pid in pids)
-    group.shutdown(method="echo")
+    group.shutdown(EchoWorker.echo)
     group.shutdown()
     assert eventually(lambda: not any(alive(pid) for pid in pids)), "no process is left behind"
     cluster.shutdown()
@@ -205,11 +206,11 @@ def test_groups_share_bundles_up_to_the_limit_and_have_process_groups_of_their_o
     with RayWorkerGroup(echo_cluster, ECHO, name_prefix="reward", bundle_groups=[[0, 1]]) as other:
         with pytest.raises(ValueError, match=r"bundle 0 of cluster 'echo' holds \['echo', 'reward'\] already"):
             RayWorkerGroup(echo_cluster, ECHO, name_prefix="generation")
-        assert echo_pair.call_all("join") == [2, 2] and other.call_all("join") == [1]
-        assert echo_pair.call_all("sum_ranks") == [1.0, 1.0]
-        assert other.call_all("sum_ranks") == [0.0], "it met the other group"
-    assert echo_pair.call_all("join") == [2, 2], "again"
-    assert echo_pair.call_all("sum_ranks") == [1.0, 1.0]
+        assert echo_pair.call_all(EchoWorker.join) == [2, 2] and other.call_all(EchoWorker.join) == [1]
+        assert echo_pair.call_all(EchoWorker.sum_ranks) == [1.0, 1.0]
+        assert other.call_all(EchoWorker.sum_ranks) == [0.0], "it met the other group"
+    assert echo_pair.call_all(EchoWorker.join) == [2, 2], "again"
+    assert echo_pair.call_all(EchoWorker.sum_ranks) == [1.0, 1.0]
 
 
 def test_decorated_workers_of_two_nodes_are_called_by_axis_and_get_values_for_references(ray_local: None) -> None:
@@ -217,7 +218,7 @@ def test_decorated_workers_of_two_nodes_are_called_by_axis_and_get_values_for_re
     how: Any = {"remote_worker_builder": builder, "workers_per_node": [1, 3], "sharding_annotations": TWO_BY_TWO}
     with RayVirtualCluster([1, 3], use_gpus=False) as cluster, RayWorkerGroup(cluster, **how) as group:
         assert cluster.bundles_by_node() == [[0], [1, 2, 3]]
-        environments = group.call_all("apply", lambda: dict(os.environ))
+        environments = group.call_all(EchoWorker.apply, lambda: dict(os.environ))
         assert [environment["NODE_RANK"] for environment in environments] == ["0", "1", "1", "1"]
         assert [environment["LOCAL_RANK"] for environment in environments] == ["0", "0", "1", "2"]
         leaders = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["tensor_parallel"], k=2)
@@ -279,5 +280,5 @@ def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monk
         RayWorkerGroup(cluster, ECHO, name_prefix="old", py_executable=pythons[0]) as old,
         RayWorkerGroup(cluster, ECHO, name_prefix="new", py_executable=pythons[1]) as new,
     ):
-        versions = [group.call_one(0, "apply", lambda: __import__("six").__version__) for group in (old, new)]
+        versions = [group.call_one(0, EchoWorker.apply, lambda: __import__("six").__version__) for group in (old, new)]
         assert versions == ["1.16.0", "1.17.0"]

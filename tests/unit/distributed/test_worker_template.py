@@ -14,6 +14,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from tests.processes import one_at_a_time
 from tests.unit.distributed.conftest import ECHO
+from tests.unit.distributed.workers import EchoWorker
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +34,7 @@ def describe(names: list[str]) -> dict[str, Any]:
 
 def groups(cluster: RayVirtualCluster, **env_vars: str) -> list[dict[str, Any]]:
     with RayWorkerGroup(cluster, ECHO, num_workers=2, env_vars=env_vars) as group:
-        return group.call_all("apply", describe, ["RANK", "MINE", "OMP_NUM_THREADS", "FAR"])
+        return group.call_all(EchoWorker.apply, describe, ["RANK", "MINE", "OMP_NUM_THREADS", "FAR"])
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Groups as they finish: the number under way, and the death of a worker meanwhile."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
-from nemo_rl.rollouts.rollout_worker import GroupRequest
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker
 from tests.fakes import handle, sample
 from tests.unit.rollouts.engines import error, group_request
 
@@ -53,18 +53,18 @@ class FakeGroup:
     num_waits: int = 0
     generations: list[list[str]] = field(default_factory=list)
 
-    def start_one(self, index: int, method: str, asked: Any, *groups: Any) -> str:
+    def start_one(self, index: int, method: Callable[..., Any], asked: Any, *groups: Any) -> str:
         self.num_calls += 1
-        if method == "with_groups":  # asks for metrics
-            return method
+        if method == RolloutWorker.with_groups:  # asks for metrics
+            return method.__name__
         names = [request if isinstance(request, str) else request.group_id for request in asked]
         self.asked += [name for name in names if name not in self.under_way]  # others are asked for again
         self.under_way.update(names)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         return f"{self.num_calls}:{','.join(names)}"
 
-    def call_one(self, index: int, method: str, workers: Any, *groups: Any) -> Any:
-        if method == "with_groups":
+    def call_one(self, index: int, method: Callable[..., Any], workers: Any, *groups: Any) -> Any:
+        if method == RolloutWorker.with_groups:
             return METRICS
         self.generations.append(workers)
         self.under_way.clear()

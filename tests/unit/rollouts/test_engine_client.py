@@ -61,7 +61,7 @@ async def test_a_request_that_nobody_waits_for_takes_no_slot_of_the_engine(wait)
 @in_loop
 async def test_what_a_living_engine_refuses_is_a_failure_of_the_request():
     class Refuses(FakeReplica):
-        async def drain(self) -> list[GenerationAnswer]:
+        async def drain(self, asker: str = "") -> list[GenerationAnswer]:
             why = {"failure_type": "ValueError", "failure": "too long"}
             return [GenerationAnswer(request_id=request.request_id, **why) for request in self.asked]
 

@@ -77,7 +77,7 @@ def test_batches_are_made_in_order_and_a_dead_worker_is_replaced(ray_local, tmp_
         # Two batches are under way, and a worker dies after it has answered, with its rows: both come out whole.
         one, other = pool.start(prompts(texts)), pool.start(prompts(["x", "y"]))
         pid = pool._workers[0].members[0].identity.pid
-        pool._workers[0].wait(pool._workers[0].start_all("is_alive"))
+        pool._workers[0].wait(pool._workers[0].start_all(TokenizerWorker.is_alive))
         os.kill(pid, signal.SIGKILL)
         assert read(pool.finish(other)) == [("d:0", "x", "x"), ("d:1", "y", "y")]
         assert read(pool.finish(one)) == whole

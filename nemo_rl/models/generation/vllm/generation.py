@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """The driver's handle of all vLLM replicas."""
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
 from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT, VllmConfig
-from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
+from nemo_rl.models.generation.interfaces import (
+    GENERATION,
+    DraftCounts,
+    EngineSettings,
+    EngineWorkerInterface,
+    GenerationInterface,
+)
 from nemo_rl.refit.layout import Transport
 from nemo_rl.utils.venvs import python_executable_for
 
@@ -62,24 +69,24 @@ class VllmGeneration(GenerationInterface):
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Move "weights", "kv_cache", or both (None) back onto the device."""
-        self._call_all("onload", tags)
+        self._call_all(EngineWorkerInterface.onload, tags)
 
     def offload(self) -> None:
         """Free the device. No request may be in flight. The weights are saved unless a sync will replace them all."""
-        self._call_all("offload", keep_weights=not self.weights_follow)
+        self._call_all(EngineWorkerInterface.offload, keep_weights=not self.weights_follow)
 
     def draft_counts(self) -> dict[Any, DraftCounts]:
-        return dict(zip(self.workers, self._call_all("draft_counts"), strict=True))
+        return dict(zip(self.workers, self._call_all(EngineWorkerInterface.draft_counts), strict=True))
 
     def describe_model(self) -> dict[str, Any]:
-        return self._call_all("describe_model")[0]
+        return self._call_all(EngineWorkerInterface.describe_model)[0]
 
     def dead_workers(self) -> list[int]:
         dead = []
         limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as `EngineClient` waits
         for index, replica in enumerate(self._replicas):
             try:
-                replica.call_all("check_health", timeout_s=limit_s)
+                replica.wait(replica.start_all(EngineWorkerInterface.check_health), limit_s)
             except WorkerError as error:
                 logger.warning("%s", first_line(error))
                 dead.append(index)
@@ -94,7 +101,7 @@ class VllmGeneration(GenerationInterface):
 
     def shutdown(self) -> None:
         for replica in self._replicas:
-            replica.shutdown("shutdown")
+            replica.shutdown(EngineWorkerInterface.shutdown)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
         nodes = self._bundle_groups[index]

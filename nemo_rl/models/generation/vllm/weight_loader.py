@@ -288,7 +288,7 @@ plugins.check_called()
 
 
 class WorkerExtension:
-    """Methods that `collective_rpc` finds on vLLM's workers (`worker_extension_cls`)."""
+    """Methods that `collective_rpc` finds on vLLM's workers (`worker_extension_cls`): a `worker.EngineRank`."""
 
     _weight_update_active: bool  # vLLM's own attribute, as are the next two
     model_runner: Any
@@ -309,9 +309,15 @@ class WorkerExtension:
         """Whether a sync leaves the weights that it does not bring as they are, which a reload does not."""
         return self.weight_transfer_engine.why_reload is None
 
-    def compare_weights(self, step: str, **info: Any) -> Any:
-        """`begin_comparison`, `compare_bucket` or `end_comparison` of `PackedWeightTransferEngine`."""
-        return getattr(self.weight_transfer_engine, step)(**info)
+    def begin_comparison(self) -> str | None:
+        """See `PackedWeightTransferEngine`, as the next two."""
+        return self.weight_transfer_engine.begin_comparison()
+
+    def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
+        self.weight_transfer_engine.compare_bucket(bucket, fingerprints)
+
+    def end_comparison(self) -> dict[str, float]:
+        return self.weight_transfer_engine.end_comparison()
 
     def abandon_weight_update(self) -> None:
         """Cancel an unfinished sync, if there is one, as after the death of its sender.

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=true
 """One replica of a vLLM engine: token ids in, token ids and logprobs out.
 
 `VllmWorker` is the actor that hosts the engine. If the engine spans several nodes, a `VllmFollower` on each further
@@ -16,13 +17,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from nemo_rl.distributed.actor_host import BUSY
+from nemo_rl.distributed.actor_host import BUSY, Method
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
+from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings, EngineWorkerInterface
 from nemo_rl.models.generation.vllm.startup import (
     engine_config,
     join_nodes,
@@ -45,7 +46,20 @@ _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits fo
 _SLEEP_TAGS = ("weights", "kv_cache")
 
 
-class VllmWorker:
+class EngineRank(Protocol):
+    """What this process calls on a rank of the engine. `WorkerExtension`, which imports vLLM, has these methods."""
+
+    def record_experts(self) -> None: ...
+    def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]: ...
+    def take_draft(self) -> None: ...
+    def keeps_weights(self) -> bool: ...
+    def abandon_weight_update(self) -> None: ...
+    def begin_comparison(self) -> str | None: ...
+    def compare_bucket(self, bucket: int, fingerprints: bytes) -> None: ...
+    def end_comparison(self) -> dict[str, float]: ...
+
+
+class VllmWorker(EngineWorkerInterface):
     """Hosts one `AsyncLLM`, whose engine computes in processes of its own.
 
     On a CPU in float32, a request's tokens and logprobs are the same bits whatever else the engine does (see
@@ -114,7 +128,7 @@ class VllmWorker:
         async with self._admitted:
             if self._records:  # from the first request on, as vLLM itself returns no experts on a CPU
                 if self._recording is None:
-                    self._recording = asyncio.ensure_future(self._on_ranks("record_experts"))
+                    self._recording = asyncio.ensure_future(self._on_ranks(EngineRank.record_experts))
                 await asyncio.shield(self._recording)
             assert self._images is not None or not request.images, "the model sees no images"
             # Before the wait, because a sync may begin while the images come.
@@ -154,7 +168,6 @@ class VllmWorker:
         )
 
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
-        """Begin to answer `requests`; `drain` with the same `client_id` returns the answers."""
         began = asyncio.get_running_loop().time()
         for request in requests:
             on_tokens = partial(self._on_tokens, request.request_id, client_id) if request.streams else None
@@ -163,22 +176,17 @@ class VllmWorker:
         self._num_serving[client_id] += len(requests)
 
     async def drain(self, client_id: str = "") -> list[GenerationAnswer]:
-        """Wait for an answer to this client and return all that are ready; see `AnswerQueue.take`.
-
-        Every batch costs this process, the client and the environment about a millisecond, whatever its size. So an
-        answer waits a little for further ones, unless it is the last that the client waits for.
-        """
+        # Every batch costs this process, the client and the environment about a millisecond, whatever its size. So an
+        # answer waits a little for further ones, unless it is the last that the client waits for: see `_on_served`.
         return await self._answers.take(client_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop sampling for these requests and do not answer them. Unknown ids are ignored."""
         tasks = [self._serving[request_id] for request_id in request_ids if request_id in self._serving]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abandon_requests(self) -> None:
-        """Drop every submitted request. Clients must send them again."""
         await self.abort(list(self._serving))
         self._answers.clear()
 
@@ -224,7 +232,7 @@ class VllmWorker:
             experts = output.routed_experts  # [all tokens but the last, layers, K]
             assert len(experts) == num_tokens, f"experts of {len(experts)} tokens, not of {num_tokens}"
             return experts if experts.dtype == np.uint8 else experts.astype(np.int16)  # torch has no uint16
-        experts = await self._on_ranks("take_experts", request_id=request_id, num_tokens=num_tokens)
+        experts = await self._on_ranks(EngineRank.take_experts, request_id, num_tokens)
         shape, dtype, data = experts[0]
         return np.frombuffer(data, dtype=dtype).reshape(shape)
 
@@ -234,30 +242,25 @@ class VllmWorker:
     # -- weights
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Tell the engine where the weights will be. The keys of `init_info` depend on the transport."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if self._takes_draft:
-            await self._on_ranks("take_draft")
+            await self._on_ranks(EngineRank.take_draft)
         request = WeightTransferInitRequest(init_info={**init_info, "replica": self._replica})
         await self._engine_call(self._engine.init_weight_transfer_engine(request))
 
     async def start_weight_update(self, *, clear_cache: bool) -> None:
-        """Hold back new requests and pause those in flight; see `GenerationInterface.start_weight_update`."""
         self._sampling_allowed.clear()
         async with self._turns:
             self._num_syncs, self._turn = self._num_syncs + 1, 0
             self._turns.notify_all()
         await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=clear_cache))
         # The sender of the previous sync may have died in the middle of it.
-        await self._on_ranks("abandon_weight_update")
+        await self._on_ranks(EngineRank.abandon_weight_update)
         await self._engine_call(self._engine.start_weight_update())
 
     async def receive_bucket(self, info: dict[str, Any], *, turn: int) -> None:
-        """Read one bucket from the transport, after bucket `turn - 1`.
-
-        Ray does not preserve the order of calls to an actor with coroutines, but a collective needs it.
-        """
+        # Ray does not preserve the order of calls to an actor with coroutines, but a collective needs it.
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         sync = self._num_syncs
@@ -275,10 +278,9 @@ class VllmWorker:
             self._turns.notify_all()
 
     async def finish_weight_update(self, version: int) -> bool:
-        """Activate the new weights as `version` and resume sampling; see `GenerationInterface.finish_weight_update`."""
         sync = self._num_syncs
         await self._engine_call(self._engine.finish_weight_update(str(version)))
-        kept = await self._on_ranks("keeps_weights")
+        kept = await self._on_ranks(EngineRank.keeps_weights)
         if self._num_syncs != sync:  # begun by a controller that no longer waits for this one
             raise RuntimeError("another sync has begun")
         self.weight_version = version
@@ -297,17 +299,20 @@ class VllmWorker:
     # -- comparison with the weights of the policy
 
     async def describe_model(self) -> dict[str, Any]:
-        """The settings in config.json, as the engine reads them."""
         return self._engine.vllm_config.model_config.hf_text_config.to_dict()
 
-    async def compare_weights(self, step: str, **info: Any) -> list[Any]:
-        """A step of a comparison on every rank; see `WorkerExtension.compare_weights`. Sampling may go on."""
-        return await self._on_ranks("compare_weights", step=step, **info)
+    async def begin_comparison(self) -> list[str | None]:
+        return await self._on_ranks(EngineRank.begin_comparison)
+
+    async def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
+        await self._on_ranks(EngineRank.compare_bucket, bucket, fingerprints)
+
+    async def end_comparison(self) -> list[dict[str, float]]:
+        return await self._on_ranks(EngineRank.end_comparison)
 
     # -- device
 
     async def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Move "weights", "kv_cache" or both (None) back onto the device, unless they are there."""
         wanted = [tag for tag in (tags if tags is not None else _SLEEP_TAGS) if tag in self._asleep]
         if wanted:
             await self._engine_call(self._engine.wake_up(wanted))
@@ -339,11 +344,9 @@ class VllmWorker:
     # -- health
 
     async def check_health(self) -> None:
-        """Return once the engine has answered. Raises EngineDied if it has ended."""
         await self._engine_call(self._engine.is_sleeping())
 
     def shutdown(self) -> None:
-        """Stop the engine's processes."""
         self._engine.shutdown(timeout=5.0)
 
     async def _engine_call(self, call: Awaitable[T]) -> T:
@@ -357,9 +360,9 @@ class VllmWorker:
             raise self._death()
         return task.result()
 
-    async def _on_ranks(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of `WorkerExtension` on every rank of the engine."""
-        return await self._engine_call(self._engine.collective_rpc(method, kwargs=kwargs))
+    async def _on_ranks[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a method on every rank of the engine."""
+        return await self._engine_call(self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs))
 
     def _death(self) -> EngineDied:
         return EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log")
