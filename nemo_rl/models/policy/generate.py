@@ -220,9 +220,7 @@ class GeneratingWorker(PolicyWorker):
         sampling, settings = requests[0].sampling, self.generation_settings
         most = sampling.max_new_tokens
         rows = [
-            _Row(
-                number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids))
-            )
+            _Row(number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids)))
             for number, request in enumerate(requests)
         ]
         # A generator per request, so that a completion does not depend on the others of its batch.

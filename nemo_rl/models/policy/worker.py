@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.models.policy.batch.microbatches import (
-    Row,
     MicroBatchRunner,
+    Row,
     from_last_stage,
     loss_inputs,
     reduce_micro_batches,
