@@ -28,17 +28,16 @@ def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__") and part != "_"
 
 
-def trees() -> dict[str, ast.Module]:
-    files = sorted((ROOT / "nemo_rl").rglob("*.py"))
-    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in files}
+def nodes_of(code: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(code)))
 
 
-def own_names(tree: ast.Module) -> Iterator[str]:
+def own_names(nodes: list[ast.AST]) -> Iterator[str]:
     """Names that a module's classes define: methods, variables with a value, and attributes of `self` and `cls`.
 
     An annotation alone declares a name of somebody else, but in a dataclass.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             declared = set[str]()
             for member in node.body:
@@ -64,10 +63,10 @@ def is_own(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def imported(tree: ast.Module) -> dict[str, str]:
+def imported(nodes: list[ast.AST]) -> dict[str, str]:
     """Names of imported modules and of what is imported from them, with their paths."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
                 found[name.asname or name.name.partition(".")[0]] = (
@@ -87,10 +86,10 @@ def path_of(node: ast.expr, imports: dict[str, str]) -> str | None:
     return None
 
 
-def names_in(tree: ast.Module, own: set[str]) -> set[str]:
+def names_in(nodes: list[ast.AST], own: set[str]) -> set[str]:
     """Private names of the packages: paths, and ".name" for attributes of objects."""
-    imports, found = imported(tree), set[str]()
-    for node in ast.walk(tree):
+    imports, found = imported(nodes), set[str]()
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
@@ -117,18 +116,26 @@ def names_in(tree: ast.Module, own: set[str]) -> set[str]:
 
 def of_super(tree: ast.ClassDef) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value) == "super()"
+        ):
             yield node.attr
+
+
+def is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
 def uses() -> dict[str, list[str]]:
     """Files by private name."""
-    by_file = trees()
-    own = {name for tree in by_file.values() for name in own_names(tree)}
+    by_file = {file: nodes_of(file.read_text()) for file in sorted((ROOT / "nemo_rl").rglob("*.py"))}
+    own = {name for nodes in by_file.values() for name in own_names(nodes)}
     found: dict[str, list[str]] = {}
-    for file, tree in by_file.items():
-        for name in names_in(tree, own):
-            found.setdefault(name, []).append(file)
+    for file, nodes in by_file.items():
+        for name in names_in(nodes, own):
+            found.setdefault(name, []).append(file.relative_to(ROOT).as_posix())
     return found
 
 

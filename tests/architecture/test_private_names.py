@@ -1,7 +1,5 @@
 """The table of private names is that of the source, and every name has a reason."""
 
-import ast
-
 from tools import private_names
 
 
@@ -31,8 +29,8 @@ def use(module, row):
     text = "ray._private.services.start"
     return getattr(module, "_buffers"), module._parameters, row._replace(), module._mine, module.__dict__
 """
-    tree = ast.parse(code)
-    assert private_names.names_in(tree, set(private_names.own_names(tree))) == {
+    nodes = private_names.nodes_of(code)
+    assert private_names.names_in(nodes, set(private_names.own_names(nodes))) == {
         *(
             "torch._dynamo",
             "torch.nn.Module._version",
