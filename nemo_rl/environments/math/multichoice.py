@@ -44,12 +44,12 @@ def _pattern(words: str, between: str, joined: str = "", others: str = "") -> re
 
     "I" before another word is a word, unless it is the subject of a reason.
     """
-    # White space is matched in one way only: several `\s*` in a row take cubic time on a thousand spaces.
-    spaced = rf"(?:{_any_of(between)})(?![\w'\u2019])[\s:,]+"
-    without = rf"|(?:{_any_of(joined)})[\s:,]*" if joined else ""
+    # White space is matched in one way only, and never given back: otherwise a thousand spaces take cubic time.
+    spaced = rf"(?:{_any_of(between)})(?![\w'\u2019])[\s:,]++"
+    without = rf"|(?:{_any_of(joined)})[\s:,]*+" if joined else ""
     pronoun = r"I(?:['\u2019]|\s+(?!(?:is|because|since|as)\b)[a-z])"
     return re.compile(
-        rf"(?i:{words})(?P<gap>[\s:,]*)(?P<between>(?i:{spaced}{without})*)(?P<mark>(?:[*(\[]\s*)*)"
+        rf"(?i:{words})(?P<gap>[\s:,]*+)(?P<between>(?i:{spaced}{without})*)(?P<mark>(?:[*(\[]\s*+)*+)"
         rf"(?!{pronoun})(?P<letter>[A-Za-z{others}])(?![A-Za-z])"
     )
 
@@ -62,9 +62,9 @@ MULTILINGUAL = _pattern(
     "".join(LETTERS),
 )
 
-# A box is an answer by itself. Other marks around a letter stand for a bracket, or mean nothing.
-BOX = re.compile(r"\\boxed\{")
-OPENING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)")
+# A box around a letter is an answer by itself. Other marks around a letter stand for a bracket, or mean nothing.
+BOX = re.compile(r"\\boxed\{(?=[\s({]*+(?:\\(?:text|textbf|mathrm|mathbf)\{[\s({]*+)?[A-Za-z](?![A-Za-z]))")
+OPENING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)")
 DECORATION = re.compile(r"\*\*|[${}\\]")
 OPTION_WORDS = ("option", "choice", "letter")
 

@@ -64,7 +64,7 @@ def plain(text: str) -> str:
     return text
 
 
-_MARKER = re.compile(r"(?is).*(?:####|\banswer\s*(?:is\b|:))\s*(?=\S)")
+_MARKER = re.compile(r"(?is)\A.*(?:####|\banswer\s*(?:is\b|:))\s*(?=\S)")
 _END = re.compile(r"(?<!\.)\.\s*\Z")
 
 
