@@ -22,7 +22,7 @@ import numpy as np
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.metrics import measure_packing
-from nemo_rl.data.packing import PackingAlgorithm, get_packer, sequence_cost
+from nemo_rl.distributed.packing import PackingAlgorithm, get_packer, sequence_cost
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
 BEST = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING

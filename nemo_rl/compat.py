@@ -20,7 +20,10 @@ _LOSSES = {
     "algorithms.losses.divergence": "calculate_kl",
     "types": "LossFunction",
 }
-_PACKERS = "ConcatenativePacker FirstFitDecreasingPacker FirstFitShufflePacker ModifiedFirstFitDecreasingPacker"
+_PACKING = {
+    "distributed.packing": "PackingAlgorithm PackingMetrics SequencePacker get_packer ConcatenativePacker "
+    "FirstFitDecreasingPacker FirstFitShufflePacker ModifiedFirstFitDecreasingPacker",
+}
 
 TABLE: dict[str, dict[str, str]] = {
     "algorithms.advantage_estimator": {
@@ -63,9 +66,8 @@ TABLE: dict[str, dict[str, str]] = {
         "data.chat.messages": "add_loss_mask_to_message_log batched_message_log_to_flat_message "
         "get_formatted_message_log message_log_to_flat_messages",
     },
-    "data.packing.algorithms": {
-        "data.packing": f"PackingAlgorithm PackingMetrics SequencePacker get_packer {_PACKERS}",
-    },
+    "data.packing": _PACKING,
+    "data.packing.algorithms": _PACKING,
     "data.processors": {
         "data.rows.processors": "PROCESSOR_REGISTRY register_processor math_data_processor math_hf_data_processor "
         "math_gdpo_data_processor multichoice_qa_processor helpsteer3_data_processor=conversation_processor",

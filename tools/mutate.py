@@ -2,7 +2,7 @@
 
     python tools/mutate.py                                # 200 places of all groups, drawn by seed 1
     python tools/mutate.py --group losses --sample 0      # every place of one group
-    python tools/mutate.py --at nemo_rl/data/packing.py:57
+    python tools/mutate.py --at nemo_rl/distributed/packing.py:57
 
 A change is an operator, a comparison, a constant, a condition or a statement. Messages, logs, assertions and
 annotations are left alone. The tests are collected once, in a copy of the tree; each mutant is a fork in which the
@@ -59,9 +59,9 @@ GROUPS = {
         ),
     ),
     "packing": Group(
-        ("nemo_rl/data/packing.py", "nemo_rl/algorithms/plan/batch.py"),
+        ("nemo_rl/distributed/packing.py", "nemo_rl/algorithms/plan/batch.py"),
         (
-            "tests/unit/data/test_packing.py",
+            "tests/unit/distributed/test_packing.py",
             "tests/unit/algorithms/test_rollout_batch.py",
             "tests/unit/algorithms/test_trainer.py",
         ),

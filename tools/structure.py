@@ -2,22 +2,58 @@
 
     python tools/structure.py                 # the table
     python tools/structure.py --reading       # line counts of the walks in docs/reading.md
+    python tools/structure.py --loaded examples/run_grpo_math.py --config ... grpo.max_num_steps=2
+                                              # the modules that the processes of this run really load
 
-An import counts wherever it stands: at the top, inside a function, or under `if TYPE_CHECKING`.
+An import counts wherever it stands: at the top, inside a function, or under `if TYPE_CHECKING`. So does a string that
+names a module of the package, or a name in it ("nemo_rl.utils.trackers:start_trackers"), outside of `REGISTRIES`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
+import subprocess
 import sys
+import sysconfig
+import tempfile
+import tokenize
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+from nemo_rl.utils.bytecode import use_installed
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nemo_rl"
 READING = ROOT / "docs" / "reading.md"
+NAMED_IN_TEXT = re.compile(r"nemo_rl(\.\w+)+(:\w+)?")
+REGISTRIES = {
+    # environments
+    "nemo_rl.environments.config": {"ENV_REGISTRY"},
+    # datasets
+    "nemo_rl.data.datasets.registry": {"_PACKAGE"},
+    "nemo_rl.data.rows.processors": {"_EXAMPLE_PROCESSORS"},
+    "nemo_rl.data.tiny_model": {"DEMONSTRATIONS"},
+    # backends
+    "nemo_rl.models.policy.lm_policy": {"workers", "DRAFTING_WORKER"},
+    "nemo_rl.models.policy.generate": {"workers"},
+    "nemo_rl.models.generation.vllm.startup": {"SCHEDULER", "WORKER_EXTENSION"},
+    # worker classes
+    "nemo_rl.models.generation.vllm.generation": {"WORKER", "WORKER_OF_NODE"},
+    "nemo_rl.models.generation.hf": {"WORKER"},
+    "nemo_rl.rollouts.collector": {"WORKER"},
+    "nemo_rl.rollouts.tokenizer_pool": {"WORKER"},
+    "nemo_rl.distributed.doctor": {"WORKER"},
+    "nemo_rl.algorithms.setup.serve": {"WORKER"},
+}
+"""Module -> its variables that name own code as text: the registries, which import what a run asks for."""
+NO_CODE = {
+    *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 CHECK_FUNCTION = re.compile(r"^_?(check|refuse|validate_|require)|problems$|checks$")
 
 
@@ -49,6 +85,41 @@ def blocks(path: Path) -> list[ast.AST]:
 
 
 @cache
+def imports_as_text(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every string outside of `REGISTRIES` that names a module of the package, or a name in it."""
+    registries = REGISTRIES.get(module_name(path), set())
+    found: list[tuple[int, str]] = []
+    waiting: list[ast.AST] = [parsed(path)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id in registries for target in targets):
+                continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED_IN_TEXT.fullmatch(node.value):
+            name = node.value.partition(":")[0]
+            while name not in modules():
+                name = name.rpartition(".")[0]
+            if name not in ("nemo_rl", module_name(path)):
+                found.append((node.lineno, name))
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@cache
+def num_tokens(path: Path) -> int:
+    """Tokens of code: without comments, docstrings, line ends and indentation."""
+    docstrings = {
+        (node.lineno, node.col_offset)
+        for node in blocks(path)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    with path.open("rb") as file:
+        tokens = tokenize.tokenize(file.readline)
+        return sum(token.type not in NO_CODE and token.start not in docstrings for token in tokens)
+
+
+@cache
 def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
@@ -63,7 +134,7 @@ def imports(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (whole & modules().keys()) | ({node.module} if whole - modules().keys() else set())
-    return frozenset(found & modules().keys())
+    return frozenset(found & modules().keys() | {module for _, module in imports_as_text(path)})
 
 
 def reached_from(path: Path, *, leave_out: str) -> list[str]:
@@ -169,9 +240,12 @@ def structure() -> dict[str, float]:
     for path in modules().values():
         folders[path.parent] = folders.get(path.parent, 0) + 1
     lines = sum(num_lines(path) for path in modules().values())
+    tokens = sum(num_tokens(path) for path in modules().values())
     walk = next(iter(walks().values()), []) if READING.is_file() else []
     return {
         "lines of nemo_rl": lines,
+        "tokens of code": tokens,
+        "tokens of code in a line": round(tokens / lines, 1),
         "files of nemo_rl": len(modules()),
         "modules that run_grpo_math.py reaches": len(reached),
         "lines that run_grpo_math.py reaches": sum(num_lines(modules()[name]) for name in reached),
@@ -179,11 +253,26 @@ def structure() -> dict[str, float]:
         "lines of the GRPO walk": sum(num_lines(ROOT / file) for file in walk),
         "files in the largest folder": max(folders.values()),
         "import circles": len(circles()),
+        "imports as text outside of registries": sum(len(imports_as_text(path)) for path in modules().values()),
         "lines of check functions": check_function_lines(),
         "classes from a trainer to its base": len(trainer_chain()),
         "broad excepts in 1,000 lines": round(1000 * broad_excepts() / lines, 2),
         "lines of tests": sum(num_lines(path) for path in (ROOT / "tests").rglob("*.py")),
     }
+
+
+def loaded_by(command: Sequence[str]) -> list[Path]:
+    """Modules with content that the processes of a command load, found by the bytecode that they leave."""
+    with tempfile.TemporaryDirectory() as folder:
+        sys.pycache_prefix = folder
+        use_installed(*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = folder
+        subprocess.run([sys.executable, *command], check=True, env=environment)
+        compiled = Path(folder, *ROOT.parts[1:])
+        files = sorted(file.relative_to(compiled) for file in compiled.glob("nemo_rl/**/*.pyc"))
+    paths = [ROOT / file.parent / f"{file.name.partition('.')[0]}.py" for file in files]  # `name.cpython-312.pyc`
+    return [path for path in paths if num_lines(path)]
 
 
 def print_walks() -> None:
@@ -196,8 +285,16 @@ def print_walks() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Print how large and how tangled the package is.")
     parser.add_argument("--reading", action="store_true", help="line counts of the walks in docs/reading.md")
-    if parser.parse_args().reading:
+    parser.add_argument("--loaded", nargs=argparse.REMAINDER, metavar="SCRIPT", help="modules that a run really loads")
+    arguments = parser.parse_args()
+    if arguments.reading:
         print_walks()
+        return 0
+    if arguments.loaded:
+        files = loaded_by(arguments.loaded)
+        sizes = sum(map(num_lines, files)), sum(map(num_tokens, files))
+        print("\n".join(map(module_name, files)))
+        print(f"{len(files)} modules, {sizes[0]:,} lines, {sizes[1]:,} tokens of code")
         return 0
     for name, value in structure().items():
         print(f"{name:40s} {value:>8,}")

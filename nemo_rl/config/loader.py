@@ -7,7 +7,6 @@ valid as it is may be one of NeMo RL: `translator.py` brings it to the form of t
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import operator
 import types
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,10 +30,10 @@ from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, as_ya
 from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, StrictModel, is_mapping_of_sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_parents, load_tree, walk
 
+if TYPE_CHECKING:
+    from nemo_rl.config.translator import Translator
+
 logger = logging.getLogger(__name__)
-
-
-TRANSLATOR = "nemo_rl.config.translator"  # imported for files that are not valid as they are
 
 
 def load_config[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str] = ()) -> M:
@@ -64,7 +63,9 @@ def parent_values(model: type[BaseModel], path: str | Path) -> dict[str, Any]:
     """The content of a file that only inherits from the parents of `path`, defaults included; it need not be valid."""
     tree, _ = load_parents(path)
     if not all(is_known(model, tree.values, key) for key in tree.locations):
-        importlib.import_module(TRANSLATOR).Translator(tree).old_forms()
+        from nemo_rl.config.translator import Translator
+
+        Translator(tree).old_forms()
     fill_defaults(model, tree.values)
     return resolve(tree, [])
 
@@ -78,10 +79,14 @@ def _build[M: BaseModel](model: type[M], tree: SourcedTree, overrides: Sequence[
     try:
         return _built(model, copy.deepcopy(tree), overrides)
     except ConfigError:
-        return _built(model, tree, overrides, importlib.import_module(TRANSLATOR).Translator(tree))
+        from nemo_rl.config.translator import Translator  # of old forms, which most files do not have
+
+        return _built(model, tree, overrides, Translator(tree))
 
 
-def _built[M: BaseModel](model: type[M], tree: SourcedTree, overrides: Sequence[str], translator: Any = None) -> M:
+def _built[M: BaseModel](
+    model: type[M], tree: SourcedTree, overrides: Sequence[str], translator: Translator | None = None
+) -> M:
     """`translator`: a `Translator` of `tree`; None: the file has the form of this library."""
     problems: list[Problem] = []
     if translator is not None:
@@ -231,7 +236,7 @@ def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) 
 
 
 def apply_overrides(
-    model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str], translator: Any = None
+    model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str], translator: Translator | None = None
 ) -> list[Problem]:
     """Apply overrides in order to a tree that holds the defaults, and return their problems.
 
@@ -254,7 +259,7 @@ def apply_overrides(
 
 
 def _apply(
-    model: type[BaseModel], tree: SourcedTree, override: Override, location: Location, translator: Any
+    model: type[BaseModel], tree: SourcedTree, override: Override, location: Location, translator: Translator | None
 ) -> Problem | None:
     # A number is the index of a list.
     path = tuple(int(part) if part.isdigit() else part for part in override.key_or_group.split("."))

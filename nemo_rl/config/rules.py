@@ -20,7 +20,6 @@ switch off what is excluded. `{key}` stands for the value of a key, `{section}` 
 
 import math
 import operator
-import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,15 +50,11 @@ class NamedByKey:
     field: str
 
 
-def accepted_by(function: Callable[[Any], Any] | str) -> AfterValidator:
-    """Accepts the values for which `function` does not raise a ValueError.
-
-    An import path, `package.module:function`, is imported when there is a value to check.
-    """
+def accepted_by(function: Callable[[Any], Any]) -> AfterValidator:
+    """Accepts the values for which `function` does not raise a ValueError."""
 
     def validate(value: Any) -> Any:
-        check = pkgutil.resolve_name(function) if isinstance(function, str) else function
-        check(value)
+        function(value)
         return value
 
     return AfterValidator(validate)

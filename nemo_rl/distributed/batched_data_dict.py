@@ -14,9 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from nemo_rl.utils.registry import import_object
-
-PACKER = "nemo_rl.data.packing:get_packer"  # of the package above this one, for scripts that divide batches
+from nemo_rl.distributed.packing import get_packer
 
 
 @dataclass
@@ -313,9 +311,7 @@ def _packed(
     sequence_length_pad_multiple: int,
 ) -> list[Part]:
     lengths = _row_lengths(batch, rows, input_lengths_key, sequence_length_pad_multiple, max_tokens_per_microbatch)
-    packer = import_object(PACKER, "packer")(
-        algorithm, max_tokens_per_microbatch, min_bin_count=shards, bin_count_multiple=shards
-    )
+    packer = get_packer(algorithm, max_tokens_per_microbatch, min_bin_count=shards, bin_count_multiple=shards)
     bins = packer.pack(lengths)
     parts = []
     for shard in range(shards):

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -23,10 +20,12 @@ from nemo_rl.environments.section_parts import (
     ActorsConfig,
     DeviceConfig,
     HttpAddress,
+    PatternWithGroup,
     ProgramsConfig,
     PyExecutable,
 )
 from nemo_rl.models.policy.config import TokenizerConfig
+from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
 
 ENV_REGISTRY: dict[str, str] = {
     "agent": "nemo_rl.environments.agents.runner.AgentRunner",
@@ -76,19 +75,6 @@ def unknown_type(env_type: str) -> str:
         return ""
     own = "One of your own is an import path, e.g. my_package.envs:MyEnv"
     return f"no environment {env_type!r}; {did_you_mean(env_type, ENV_REGISTRY)} {own}"
-
-
-def _pattern(pattern: str, *, has_group: bool = False) -> None:
-    try:
-        groups = re.compile(pattern, re.DOTALL).groups
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
-    if has_group and groups == 0:
-        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
-
-
-Pattern = Annotated[str, accepted_by(_pattern)]
-PatternWithGroup = Annotated[str, accepted_by(partial(_pattern, has_group=True))]
 
 
 def _judge_prompt(file: str) -> None:
@@ -334,10 +320,10 @@ class RetrievalEnvironmentConfig(ActorsConfig):
 class SlidingPuzzleGameConfig(StrictModel):
     """The boards. The dataset takes the values from here, by interpolation in its `kwargs`."""
 
-    size: Annotated[int | list[int], accepted_by("nemo_rl.utils.sliding_puzzle:rows_and_columns")] = 5
+    size: Annotated[int | list[int], accepted_by(rows_and_columns)] = 5
     """Rows and columns of a square board, or `[rows, columns]`; boards of another size are refused."""
 
-    shuffle_moves: Annotated[int | list[int], accepted_by("nemo_rl.utils.sliding_puzzle:shuffle_range")] = 10
+    shuffle_moves: Annotated[int | list[int], accepted_by(shuffle_range)] = 10
     """Random moves that lead from the solved board to the first board of a game, or `[fewest, most]`."""
 
     picture: bool = False
@@ -393,7 +379,8 @@ class RewardFunctionConfig(StrictModel):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.env is None and ":" not in self.function:  # import paths are tried before the run starts
-            rewards = import_module("nemo_rl.environments.rewards")  # with the verifiers, which only composites need
+            from nemo_rl.environments import rewards  # with the verifiers, which only composites need
+
             key = "name" if self.reward is None else "reward"
             try:
                 function = rewards.find_reward_function(self.function)

@@ -21,33 +21,13 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
-from nemo_rl.environments.registry import new_environment
-from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils import venvs
 
 SHARED = ("nemo-rl", "ray", "torch")
 _CHARACTERS_OF_DIGEST = 16
 
 
-class HostedEnvironment(EnvironmentInterface[Any]):
-    """The environment of a section, which only this process imports."""
-
-    def __init__(self, env_name: str, options: Mapping[str, Any]) -> None:
-        self.environment = new_environment(env_name, options)
-        self.may_repeat_step = self.environment.may_repeat_step
-
-    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        return self.environment.step(message_log_batch, metadata)
-
-    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
-        return self.environment.global_post_process_and_metrics(batch)
-
-    def shutdown(self) -> None:
-        self.environment.shutdown()
-
-
-def runtime_env(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
+def runtime_env_of(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
     """Ray's `runtime_env` of an actor with this Python, which is made if needed. `key` names the setting in errors.
 
     ValueError for an extra that the project does not have, or a file that is missing or holds no requirements.

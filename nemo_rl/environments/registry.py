@@ -28,14 +28,13 @@ from nemo_rl.environments.config import (
     own_python,
     unknown_type,
 )
-from nemo_rl.environments.interfaces import SHUTDOWN_TIMEOUT_S, EnvironmentInterface
+from nemo_rl.environments.interfaces import SHUTDOWN_TIMEOUT_S, EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.environments.section_parts import Actors
+from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.registry import import_object
 
 logger = logging.getLogger(__name__)
 
-HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
-OWN_PYTHON = "nemo_rl.environments.own_python:runtime_env"
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
 
 
@@ -99,6 +98,23 @@ class _Sections(StrictModel):
     env: EnvSection
 
 
+class HostedEnvironment(EnvironmentInterface[Any]):
+    """The environment of a section, which only this process imports."""
+
+    def __init__(self, env_name: str, options: Mapping[str, Any]) -> None:
+        self.environment = new_environment(env_name, options)
+        self.may_repeat_step = self.environment.may_repeat_step
+
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        return self.environment.step(message_log_batch, metadata)
+
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
+        return self.environment.global_post_process_and_metrics(batch)
+
+    def shutdown(self) -> None:
+        self.environment.shutdown()
+
+
 def _checked(env_name: str, env_config: Any) -> Any:
     """A mapping for an environment of the library, also in NeMo RL's form, as its section. Others as they are."""
     is_mapping = isinstance(env_config, Mapping)
@@ -120,11 +136,13 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     # The worker process imports the class by name, so it needs the import paths of this process.
     runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
     if (py_executable := own_python(env_config)) is not None:
-        runtime_env = import_object(OWN_PYTHON, "function")(py_executable, f"env.{env_name}.py_executable")
+        from nemo_rl.environments.own_python import runtime_env_of
+
+        runtime_env = runtime_env_of(py_executable, f"env.{env_name}.py_executable")
     if py_executable is None or isinstance(env_config, AgentEnvironmentConfig):
         env_class, arguments = find_env_class(env_type), (keys,)  # an `AgentRunner` imports its agent by itself
     else:  # this process may be unable to import the class
-        env_class, arguments = import_object(HOSTED, "class"), (env_name, {**keys, "type": env_class_path(env_type)})
+        env_class, arguments = HostedEnvironment, (env_name, {**keys, "type": env_class_path(env_type)})
     options: dict[str, Any] = {"max_restarts": MAX_RESTARTS, "runtime_env": runtime_env}
     if not isinstance(env_class, ActorClass):
         env_class = ray.remote(env_class)

@@ -25,11 +25,11 @@ from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.files import file_lock
 from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.registry import import_object
+from nemo_rl.utils.tables import load_table
 from nemo_rl.utils.task_formats import STOP_STRINGS, find_action, one_text, passages
 
 logger = logging.getLogger(__name__)
 
-LOAD_TABLE = "nemo_rl.data.datasets.files:load_table"  # imported for a corpus that is a table
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 WORD = r"(?u)\b\w+\b"
 BATCH = 1000  # rows that are read at a time
@@ -158,7 +158,7 @@ def load_corpus(cfg: RetrievalEnvironmentConfig) -> Sequence[Any]:
         rows = import_object(name, "corpus")(**cfg.dataset_kwargs)
     else:
         split = None if Path(name).suffix in FORMATS else cfg.dataset_split  # a file has none
-        rows = import_object(LOAD_TABLE, "function")(name, subset=None, split=split, cache_dir=None)
+        rows = load_table(name, split=split)
     if len(rows) == 0:
         raise ValueError(f"the corpus {name!r} is empty: it has no row")
     if column not in rows[0]:

@@ -12,13 +12,13 @@ import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.environments.config import Pattern, PatternWithGroup, RewardFunctionConfig
 from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died, offered
+from nemo_rl.environments.section_parts import Pattern, PatternWithGroup
 from nemo_rl.utils.registry import find
 from nemo_rl.utils.task_formats import one_text
 
@@ -294,6 +294,15 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
 }
 
 
+class RewardPart(Protocol):
+    """A part of a composite; a `RewardFunctionConfig` is one."""
+
+    @property
+    def function(self) -> str: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+
 def find_reward_function(name: str) -> RewardFunction:
     """The function of a registry name or an import path (`package.module:function`). ValueError without one."""
     return find(REWARD_FUNCTIONS, name, "reward function")
@@ -318,7 +327,7 @@ def check_arguments(name: str, function: RewardFunction, kwargs: Mapping[str, An
         length_reward([{"role": "assistant", "content": "", "sampled": True}], {}, **kwargs)  # its limits
 
 
-def load_reward(part: RewardFunctionConfig) -> RewardFunction:
+def load_reward(part: RewardPart) -> RewardFunction:
     """The function of a part of a composite. ValueError if it does not exist or cannot be called with `part.kwargs`."""
     function = find_reward_function(part.function)
     check_arguments(part.function, function, part.kwargs)

@@ -1,6 +1,7 @@
 """Keys that several sections of `env` share: actors, devices, limits of programs, and types of keys."""
 
 import re
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -15,6 +16,19 @@ def _http_address(address: str) -> None:
 
 HttpAddress = Annotated[str, accepted_by(_http_address)]
 """`http://host:port/path`, to which paths are appended."""
+
+
+def _pattern(pattern: str, *, has_group: bool = False) -> None:
+    try:
+        groups = re.compile(pattern, re.DOTALL).groups
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    if has_group and groups == 0:
+        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
+
+
+Pattern = Annotated[str, accepted_by(_pattern)]
+PatternWithGroup = Annotated[str, accepted_by(partial(_pattern, has_group=True))]
 
 PyExecutable = str | list[str]
 

@@ -22,7 +22,6 @@ from nemo_rl.algorithms.run import Command
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import build_config, dump_config
 from nemo_rl.data.config import DatasetConfig, dataset_label, first_free
-from nemo_rl.data.datasets.files import is_file
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, load_problem_table
 from nemo_rl.data.datasets.registry import all_rows, known_datasets
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
@@ -55,6 +54,7 @@ from nemo_rl.utils.files import digest
 from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.interruption import Interruption
 from nemo_rl.utils.seeds import sample_seed, seed_everything
+from nemo_rl.utils.tables import is_file
 from nemo_rl.utils.tokenizer import get_tokenizer
 
 COLOCATED_GROUPS = 2  # generation and the rollout worker share each bundle
@@ -105,7 +105,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     seed_everything(config.eval.seed)
     data = load_eval_data(config)
     environments = Environments.prepare(config.env, data.environments)
-    model = prepare_model(config)
+    model = prepare_eval_model(config)
     images = image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
     check_prompts(process, data.prompts, "evaluation", config.generation.vllm_cfg.key("max_model_len"))
@@ -438,7 +438,7 @@ class EvalModel:
     processor_path: str | None = None  # see `ModelInputs`
 
 
-def prepare_model(config: EvalMasterConfig) -> EvalModel:
+def prepare_eval_model(config: EvalMasterConfig) -> EvalModel:
     """Find the model, convert a checkpoint that no engine can read, and check that everything fits.
 
     Raises:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -23,12 +23,13 @@ from nemo_rl.config.loader import build_section
 from nemo_rl.utils import files
 from nemo_rl.utils.config import LoggerConfig
 from nemo_rl.utils.files import flatten_dict
-from nemo_rl.utils.registry import import_object
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.trackers import GuardedTracker
 
 log = logging.getLogger(__name__)
 
 METRICS_NAME, CONFIG_NAME = "metrics.jsonl", "config.yaml"
-TRACKERS = "nemo_rl.utils.trackers:start_trackers"  # imported in runs that have one
 
 
 class LogError(RuntimeError):
@@ -66,9 +67,11 @@ class Logger:
         self._is_whole = True  # no file was lost
         self._first_step: int | None = None  # in the file, since the last loss
         self._known_runs = dict(run_ids or {})
-        self._trackers: dict[str, Any] = {}  # `GuardedTracker` by name
+        self._trackers: dict[str, GuardedTracker] = {}  # by name
         if cfg.enabled_trackers:
-            self._trackers = import_object(TRACKERS, "trackers")(cfg, self.run_dir, self._known_runs)
+            from nemo_rl.utils.trackers import start_trackers
+
+            self._trackers = start_trackers(cfg, self.run_dir, self._known_runs)
 
     @property
     def run_ids(self) -> dict[str, str]:

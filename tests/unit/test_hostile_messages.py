@@ -22,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_rl.data.datasets.examples import chat_row, columns_row, keyed_row
-from nemo_rl.data.datasets.files import MAX_ROW_BYTES, JsonLines, MarkedRows, load_table
+from nemo_rl.data.datasets.files import JsonLines, MarkedRows
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
@@ -31,6 +31,7 @@ from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment
 from nemo_rl.rollouts.openai_server import OpenAIServer
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
+from nemo_rl.utils.tables import MAX_ROW_BYTES, load_table
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt
 from tests.unit.environments.http_servers import answering, post, served
 from tests.unit.environments.test_remote import GOOD

@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, MicroBatching, PackedTokens
 from nemo_rl.config.rules import round_up
-from nemo_rl.data.packing import Bins, balance, even_out, get_packer, split_fullest
+from nemo_rl.distributed.packing import Bins, balance, even_out, get_packer, split_fullest
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
 
 

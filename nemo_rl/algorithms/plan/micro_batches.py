@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from nemo_rl.config.rules import round_up
-from nemo_rl.data.packing import PackingAlgorithm, sequence_cost
+from nemo_rl.distributed.packing import PackingAlgorithm, sequence_cost
 from nemo_rl.models.policy.config import PolicyConfig, sequence_chunks, token_budgets
 from nemo_rl.models.policy.flops import CostWeights
 from nemo_rl.types import PlannedSample

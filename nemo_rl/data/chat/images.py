@@ -30,7 +30,6 @@ import xxhash
 from nemo_rl.data.chat.template import Chat
 from nemo_rl.data.interfaces import Row
 from nemo_rl.types import PREVIEW, ImageSpan, Pixels
-from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import one_text
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 IMAGE_TYPES = ("image", "image_url")
 CONVERSATIONS = ("messages", "prompt", "chosen", "rejected")  # columns that may hold messages
-# Scheme of a source -> function from its text to a PIL image.
-DRAWN = {"shapes": "nemo_rl.data.datasets.shapes:draw", "sliding_puzzle": "nemo_rl.utils.sliding_puzzle:draw"}
 FETCH_TIMEOUT_S = 30.0
 MAX_FETCHED_BYTES = 64 << 20
 PREVIEW_SIDE = 192  # pixels
@@ -132,8 +129,14 @@ def read_image(source: Any) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     scheme = source.partition(":")[0] if isinstance(source, str) else ""
-    if scheme in DRAWN:
-        return import_object(DRAWN[scheme], "image")(source.partition(":")[2])
+    if scheme == "shapes":
+        from nemo_rl.data.datasets import shapes
+
+        return shapes.draw(source.partition(":")[2])
+    if scheme == "sliding_puzzle":
+        from nemo_rl.utils import sliding_puzzle
+
+        return sliding_puzzle.draw(source.partition(":")[2])
     if isinstance(source, Image.Image):
         return source.convert("RGB")
     try:

@@ -27,20 +27,18 @@ from nemo_rl.data.datasets.examples import (
     squad_row,
 )
 from nemo_rl.data.datasets.files import (
-    FORMATS,
     MappedRows,
     column_names,
     column_text,
     converted,
-    is_file,
     load_data_path,
-    load_table,
     problem_row,
     require_columns,
     require_used_keys,
     text_or_value,
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.utils.tables import FORMATS, is_file, load_table
 from nemo_rl.utils.task_formats import one_text
 
 IMAGE_MARK = "<image>"  # where an image stands in a text

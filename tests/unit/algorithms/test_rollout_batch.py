@@ -13,7 +13,7 @@ from nemo_rl.algorithms.plan.batch import plan_batch, plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens, PaddedTokens
 from nemo_rl.algorithms.trainers.metrics import measure_packing
 from nemo_rl.config.rules import round_up
-from nemo_rl.data.packing import PackingAlgorithm
+from nemo_rl.distributed.packing import PackingAlgorithm
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample
 from tests.fakes import handle, sample

@@ -8,12 +8,12 @@ import pytest
 from pyarrow import parquet
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
-from nemo_rl.data.datasets.files import load_table
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
 from nemo_rl.data.rows.processors import episode_processor
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.utils.tables import load_table
 from tests.conversations import assistant, user
 from tests.unit.data.test_examples import prompt
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching, FixedSize, PackedTokens
-from nemo_rl.data.packing import PackingAlgorithm
+from nemo_rl.distributed.packing import PackingAlgorithm
 from nemo_rl.models.policy.batch.microbatches import rows_of_plan
 from nemo_rl.models.policy.batch.samples import SampleWriter
 from nemo_rl.models.policy.settings import SampleSettings

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.packing import PackingAlgorithm, balance, even_out, first_fit, get_packer, level, split_fullest
+from nemo_rl.distributed.packing import PackingAlgorithm, balance, even_out, first_fit, get_packer, level, split_fullest
 
 
 def naive_first_fit(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]:
