@@ -40,7 +40,7 @@ REGISTRIES = {
     # backends
     "nemo_rl.models.policy.lm_policy": {"workers", "DRAFTING_WORKER"},
     "nemo_rl.models.policy.generate": {"workers"},
-    "nemo_rl.models.generation.vllm.startup": {"SCHEDULER", "WORKER_EXTENSION"},
+    "nemo_rl.models.generation.vllm.startup": {"WORKER_EXTENSION"},
     # worker classes
     "nemo_rl.models.generation.vllm.generation": {"WORKER", "WORKER_OF_NODE"},
     "nemo_rl.models.generation.hf": {"WORKER"},

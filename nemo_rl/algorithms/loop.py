@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from nemo_rl.algorithms.config.loop import LoopConfig
+from nemo_rl.algorithms.interruption import LAST_WORDS_S, Interruption
 from nemo_rl.algorithms.recovery import Recovery
 from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import RayLost, WorkerDied, WorkerError, first_line
@@ -30,7 +31,6 @@ from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, che
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfig, chosen_metric
 from nemo_rl.utils.console import RunConsole
-from nemo_rl.utils.interruption import LAST_WORDS_S, Interruption
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer

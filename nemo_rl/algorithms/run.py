@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from nemo_rl.algorithms.config.loop import RunConfig
+from nemo_rl.algorithms.interruption import LAST_WORDS_S, Interruption, command_line
 from nemo_rl.algorithms.loop import TRACKER_RUNS, NonFiniteLoss, RunTools, Trainer
 from nemo_rl.algorithms.parts.saves import Saves
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
@@ -23,7 +24,6 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError, DiskFullError
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.files import is_disk_full
 from nemo_rl.utils.folders import cache_root
-from nemo_rl.utils.interruption import LAST_WORDS_S, Interruption, command_line
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.seeds import seed_everything
 from nemo_rl.utils.timer import TimeoutChecker

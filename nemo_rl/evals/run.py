@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl.algorithms.interruption import Interruption
 from nemo_rl.algorithms.parts.devices import Devices
 from nemo_rl.algorithms.parts.environments import Environments
 from nemo_rl.algorithms.parts.model import image_reader, tokenizer_identity
@@ -52,7 +53,6 @@ from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.console import RunConsole, format_duration
 from nemo_rl.utils.files import digest
 from nemo_rl.utils.folders import cache_root
-from nemo_rl.utils.interruption import Interruption
 from nemo_rl.utils.seeds import sample_seed, seed_everything
 from nemo_rl.utils.tables import is_file
 from nemo_rl.utils.tokenizer import get_tokenizer

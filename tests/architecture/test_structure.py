@@ -6,11 +6,6 @@ from tools import structure
 
 MAX_FILES_IN_FOLDER = 20
 MAX_CLASSES_TO_BASE = 3
-KNOWN_CIRCLES = {  # TODO: these import as text what imports them; end the circles, then remove this list
-    "nemo_rl.algorithms.trainers.rollout_trainer",
-    "nemo_rl.algorithms.setup.rollout_parts",
-    "nemo_rl.algorithms.setup.rollouts",
-}
 
 
 def test_a_folder_is_looked_over_at_a_glance_and_a_trainer_has_its_base_near():
@@ -21,8 +16,7 @@ def test_a_folder_is_looked_over_at_a_glance_and_a_trainer_has_its_base_near():
 
 
 def test_nothing_imports_in_a_circle():
-    circles = [circle for circle in structure.circles() if not KNOWN_CIRCLES & set(circle)]
-    assert circles == [], "move what both need below them, or pass it in"
+    assert structure.circles() == [], "move what both need below them, or pass it in"
 
 
 def test_text_that_names_own_code_is_an_import_except_in_the_tables_of_registries():

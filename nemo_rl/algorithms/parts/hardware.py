@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.distributed.process_limit import process_limits
 from nemo_rl.distributed.ray_places import find_cluster
 from nemo_rl.utils.config import ClusterConfig
-from nemo_rl.utils.process_limit import process_limits
 
 _RAY_PROCESSES = 200  # processes and threads of Ray, the driver and single actors, on a machine of two cores
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.data_preview import load_run_config, preview_inputs
+from nemo_rl.algorithms.interruption import Interruption
 from nemo_rl.algorithms.parts.environments import check_environments
 from nemo_rl.algorithms.parts.hardware import check_hardware, check_processes
 from nemo_rl.algorithms.parts.model import Model
@@ -21,10 +22,9 @@ from nemo_rl.algorithms.parts.saves import Saves
 from nemo_rl.algorithms.parts.server import http_server_token, write_address
 from nemo_rl.algorithms.run import Command, Run
 from nemo_rl.config.errors import ConfigError
+from nemo_rl.distributed.process_limit import process_limits
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
-from nemo_rl.utils.interruption import Interruption
-from nemo_rl.utils.process_limit import process_limits
 from nemo_rl.utils.timer import TimeoutChecker
 from tests.tables import FINE, cases, lines, pattern
 from tests.unit.config.run_configs import CONFIGS, MEGATRON, build

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
+from nemo_rl.algorithms.interruption import Interruption
 from nemo_rl.algorithms.loop import NonFiniteLoss, Trainer, merge_results
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import StateWrite
-from nemo_rl.utils.interruption import Interruption
 from tests.fakes import FakePolicy, checkpoints_in, result, run_tools
 
 NEVER = LoopConfig(val_period=0)

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from nemo_rl.utils.interruption import Interruption
+from nemo_rl.algorithms.interruption import Interruption
 
 BOTH = pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 TWICE = """
 import signal
-from nemo_rl.utils.interruption import Interruption
+from nemo_rl.algorithms.interruption import Interruption
 interruption = Interruption(60.0)
 with interruption.listening(), interruption.steps():
     signal.raise_signal(signal.SIGINT)
