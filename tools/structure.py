@@ -47,7 +47,7 @@ REGISTRIES = {
     "nemo_rl.rollouts.collector": {"WORKER"},
     "nemo_rl.rollouts.tokenizer_pool": {"WORKER"},
     "nemo_rl.distributed.doctor": {"WORKER"},
-    "nemo_rl.algorithms.setup.serve": {"WORKER"},
+    "nemo_rl.algorithms.parts.server": {"WORKER"},
 }
 """Module -> its variables that name own code as text: the registries, which import what a run asks for."""
 NO_CODE = {
