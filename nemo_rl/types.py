@@ -399,6 +399,7 @@ class PlannedSample:
     lengths: tuple[int, ...]  # tokens of each of its sequences
     advantage: float
     mask: float  # 0.0: no gradient (failed, overlong filtered, too long)
+    reward: float | None = None  # of its episode, for workers that compute advantages from it and values
     num_pixels: int = 0  # of its images
     prompt: int = 0  # tokens with which all planned samples of its group begin
 
@@ -518,7 +519,10 @@ class TokenAdvantages(Protocol):
     """
 
     def adjust(self, columns: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """New columns of a row, `advantages` among them. In `columns` it is one number, repeated."""
+        """New columns of a row, `advantages` among them.
+
+        In `columns`, `advantages` is one number, repeated. If the plan has rewards, `final_reward` is a scalar.
+        """
         ...
 
     def sums(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor: ...

@@ -100,21 +100,23 @@ class PPOTrainer(RolloutTrainer):
     def plan(self, groups: Sequence[ScoredGroup]) -> BatchPlan:
         """Which sample goes to which rank, optimizer step and micro-batch, of the policy and of the value model.
 
-        A sample's reward stands in for its advantages until there are values.
+        The plans have rewards: there are no advantages until there are values.
         """
         handles = [group.handle for group in groups]
         rewards, masks = [group.rewards for group in groups], [group.masks for group in groups]
+        zeros = [[0.0] * len(of_group) for of_group in rewards]
         value_plan = plan_batch(
             handles,
-            rewards,
+            zeros,
             masks,
+            rewards=rewards,
             num_ranks=self.value.data_parallel_size,
             global_batch_size=self.config.value.train_global_batch_size,
             batching=self.value_batching,
         )
         with self.phase("data_processing"):
             self.value.load(value_plan)
-        return self.plan_and_load(handles, rewards, masks)
+        return self.plan_and_load(handles, zeros, masks, rewards=rewards)
 
     def compute_logprobs_and_values(self) -> None:
         """Previous and reference logprobs, and values, kept with the samples on the workers."""
@@ -170,15 +172,15 @@ class GAEAdvantages:
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Columns `advantages` and `returns` (advantage + value), 0 where masked.
 
-        Takes `advantages` (the sample's reward at every token) and `values`; with the KL in the reward also
+        Takes `final_reward` (the sample's, a scalar) and `values`; with the KL in the reward also
         `prev_logprobs` and `reference_policy_logprobs`.
         """
         steps = mask.nonzero()[:, 0]
-        advantages, returns = torch.zeros_like(columns["advantages"]), torch.zeros_like(columns["values"])
+        advantages, returns = torch.zeros_like(columns["values"]), torch.zeros_like(columns["values"])
         if len(steps) == 0:
             return {"advantages": advantages, "returns": returns}
         rewards = torch.zeros(len(steps), dtype=torch.float64)
-        rewards[-1] = columns["advantages"][steps[-1]]
+        rewards[-1] = columns["final_reward"]
         cfg = self.loss_cfg
         if cfg.use_kl_in_reward:
             prev, reference = (columns[name][steps].double() for name in ("prev_logprobs", "reference_policy_logprobs"))

@@ -243,7 +243,7 @@ class Translator:
             for section, path in places(pattern, values)
             if not self._holds(condition, section)
         ]
-        theirs = bool(self.remarks)
+        is_translated = bool(self.remarks)
         self._translate_values(table.VALUES, off)
         dropped = [path for row in table.WITHOUT_MEANING for path in self._foreign(row, keys)]
         asking: dict[str, list[KeyPath]] = {}
@@ -264,7 +264,7 @@ class Translator:
         lacking = [feature for feature in table.FEATURES if feature in asking]
         problems = [self._lacking(feature, asking[feature]) for feature in lacking]
         self.decided = [section for feature in lacking for section in table.DECIDES.get(feature, ())]
-        if theirs or asking or dropped:
+        if is_translated or asking or dropped:
             self._translate_values(table.VALUES_OF_THEIRS, off)
             self._translate_values(table.DEFAULTS_OF_THEIRS, off)
         if dropped or self.remarks:

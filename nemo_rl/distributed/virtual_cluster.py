@@ -162,8 +162,8 @@ def misfit(address: str) -> str | None:
     try:
         check_version_info(cluster, "the driver")
     except RuntimeError:
-        theirs = f"it has Ray {cluster['ray_version']} with Python {cluster['python_version']}"
-        return f"{theirs}, and this process Ray {ray.__version__} with Python {platform.python_version()}"
+        versions = f"it has Ray {cluster['ray_version']} with Python {cluster['python_version']}"
+        return f"{versions}, and this process Ray {ray.__version__} with Python {platform.python_version()}"
     return None
 
 

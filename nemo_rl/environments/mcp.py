@@ -64,8 +64,8 @@ class McpEnvironment(EnvironmentInterface[Any]):
         calls = [find_calls(str(log[-1]["content"])) for log in message_log_batch]
         is_ours = [any(call.name in self.servers.specs for call in of_turn) for of_turn in calls]
         limit, outcomes = self.cfg.max_calls_per_turn, dict[int, Outcome]()
-        asked = {i: [self._start(call) for call in calls[i][:limit]] for i, ours in enumerate(is_ours) if ours}
-        others = [i for i, ours in enumerate(is_ours) if not ours]
+        asked = {i: [self._start(call) for call in calls[i][:limit]] for i, is_own in enumerate(is_ours) if is_own}
+        others = [i for i, is_own in enumerate(is_ours) if not is_own]
         logs, rest = [message_log_batch[i] for i in others], [metadata[i] for i in others]
         steps = step_each(self.environment, logs, rest, name=self.cfg.environment.type, executor=self._executor)
         outcomes |= zip(others, steps, strict=True)

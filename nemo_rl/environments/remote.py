@@ -1,7 +1,7 @@
 """An environment behind HTTP: the JSON that a run and its server exchange, version 1, and both sides.
 
     GET /health    -> {"protocol": 1, "environment": text, "may_repeat_step": true or false}
-    POST /step     StepRequest -> {"protocol": 1} and the lists of STEP_LISTS, one entry (Row) per conversation
+    POST /step     StepRequest -> {"protocol": 1} and the lists of STEP_LISTS, one entry per conversation
     POST /metrics  MetricsRequest -> {"protocol": 1, "metrics": {name: number}}
 
 A POST has `Content-Type: application/json`. A request may arrive twice under one `request_id`; the second is answered
@@ -57,7 +57,7 @@ STEP_LISTS = {
     "failures": "failure",
     "metrics": "metrics",
 }
-"""List in an answer to /step -> field of `Row`. Servers may leave out `metrics`."""
+"""List in an answer to /step -> field of `ConversationAnswer`. Servers may leave out `metrics`."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Rewards = Annotated[
@@ -118,7 +118,7 @@ class MetricsAnswer(Versioned):
     metrics: dict[str, Number]
 
 
-class Row(_Model):
+class ConversationAnswer(_Model):
     """The answer for one conversation. With a `failure` it has no outcome, and the other entries are ignored."""
 
     observation: Observation
@@ -171,7 +171,9 @@ def write_steps(steps: Sequence[Outcome]) -> dict[str, Any]:
             row["failure"] = str(step)
         else:
             own = {**vars(step), "reward": step.reward_parts or step.reward}
-            problem = next(filter(None, (not_json(own[field], field) for field in Row.model_fields)), None)
+            problem = next(
+                filter(None, (not_json(own[field], field) for field in ConversationAnswer.model_fields)), None
+            )
             row |= {"failure": f"the environment returned a value that is no JSON: {problem}"} if problem else own
         for name, field in STEP_LISTS.items():
             answer[name].append(row.get(field))
@@ -195,7 +197,7 @@ def read_steps(message: Any, size: int, where: str) -> list[Outcome]:
             outcomes.append(EnvironmentFailure(f"{where}{failure}"))
             continue
         try:
-            row = read(Row, fields)
+            row = read(ConversationAnswer, fields)
         except ProtocolError as error:
             outcomes.append(EnvironmentFailure(f"{where}the server sent {error}"))
             continue

@@ -178,7 +178,7 @@ def _check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}); set eval.save_path to another folder") from error
-    if differences := flat_differences(saved, identity, theirs="the folder"):
+    if differences := flat_differences(saved, identity, owner="the folder"):
         text = "\n".join([f"{folder} holds another evaluation:", *differences])
         raise CheckpointError(
             f"{text}\nTo continue it, put these back; to begin a new one, set eval.save_path to another folder"

@@ -92,7 +92,7 @@ class Segment:
     def is_flat(self, dtype: torch.dtype) -> bool:
         """Whether the bytes can be copied as they are: same dtype, contiguous on both sides."""
         strides = zip(self.size, self.stride, self.target.stride(), strict=True)
-        same = all(size == 1 or ours == theirs for size, ours, theirs in strides)
+        same = all(size == 1 or source == target for size, source, target in strides)
         return same and self.target.dtype == dtype and self.target.is_contiguous()
 
 

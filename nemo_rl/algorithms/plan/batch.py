@@ -21,15 +21,23 @@ from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, Ran
 
 
 def plan_batch(
-    groups: Sequence[GroupHandle], advantages: Sequence[Sequence[float]], masks: Sequence[Sequence[float]], **how: Any
+    groups: Sequence[GroupHandle],
+    advantages: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[float]],
+    *,
+    rewards: Sequence[Sequence[float]] | None = None,
+    **how: Any,
 ) -> BatchPlan:
     """`plan_samples` of finished groups, whose samples fill the optimizer steps in order.
 
-    `advantages` and `masks` are per group and row; mask 0.0 leaves a row out of the loss, not out of the batch. An
-    optimizer step has `global_batch_size` samples, with all their rows.
+    `advantages`, `masks` and `rewards` are per group and row; mask 0.0 leaves a row out of the loss, not out of the
+    batch. With `rewards` the workers compute the advantages. An optimizer step has `global_batch_size` samples, with
+    all their rows.
     """
     # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
     samples = rows_of_groups(groups, advantages, masks)
+    if rewards is not None:
+        samples = [[replace(row, reward=rewards[row.group][row.index]) for row in rows] for rows in samples]
     return plan_samples(samples, [(group.ref, group.place) for group in groups], **how)
 
 

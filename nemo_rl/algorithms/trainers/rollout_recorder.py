@@ -53,7 +53,7 @@ def check_record(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> No
     found = read_index(root, steps[0]).identity
     if "policy.router_replay" not in own:
         found = {name: part for name, part in found.items() if name != "policy.router_replay"}
-    if differences := flat_differences(found, own, theirs="the record"):
+    if differences := flat_differences(found, own, owner="the record"):
         raise ValueError(f"{key} was recorded by a run that this one cannot replay:\n" + "\n".join(differences))
 
 
@@ -66,7 +66,7 @@ def check_record_folder(config: RolloutMasterConfig, identity: Mapping[str, Any]
     root, own = Path(config.rollout.rollout_record.save_dir).absolute(), record_identity(config, identity)
     steps = recorded_steps(root) if root.is_dir() else []
     found = read_index(root, steps[0]).identity if steps else own
-    if differences := flat_differences(found, own, theirs="the record"):
+    if differences := flat_differences(found, own, owner="the record"):
         fix = f"set {config.section}.rollout_record.save_dir to another folder"
         raise ValueError(f"{root} holds the record of another run; {fix}:\n" + "\n".join(differences))
 

@@ -164,11 +164,12 @@ class RolloutTrainer(Trainer):
         advantages: Sequence[Sequence[float]],
         masks: Sequence[Sequence[float]],
         *,
+        rewards: Sequence[Sequence[float]] | None = None,
         will_sync: bool = True,
     ) -> BatchPlan:
         """Plan which sample goes to which rank, optimizer step and micro-batch; the policy's workers fetch their rows.
 
-        `advantages` and `masks` have one number per group and row; mask 0 keeps a row out of the loss. `will_sync`: new
+        `advantages`, `masks` and `rewards` are as in `plan_batch`: mask 0 keeps a row out of the loss. `will_sync`: new
         weights follow before generation samples again, so engines that make room need not keep theirs.
         """
         self.environment_metrics = self.rollouts.environment_metrics(self.generated)  # environments now have time
@@ -178,6 +179,7 @@ class RolloutTrainer(Trainer):
             groups,
             advantages,
             masks,
+            rewards=rewards,
             num_ranks=self.policy.data_parallel_size,
             global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,

@@ -147,21 +147,21 @@ async def run_command(config: AgentEnvironmentConfig, task: AgentTask) -> AgentO
         port, pythonpath = urlsplit(task.base_url).port or 80, environment.get("PYTHONPATH", "")
         arguments = launcher(config, folder=folder, port=port, pythonpath=pythonpath)
         # A pipe of ours: asyncio's would wait for every child that keeps it open, also after the command's end.
-        ours, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader),
-            os.fdopen(ours, "rb", buffering=0),  # the transport closes it
+            os.fdopen(read_end, "rb", buffering=0),  # the transport closes it
         )
         reading = asyncio.create_task(_tail(reader))
-        with os.fdopen(theirs, "wb", buffering=0):
+        with os.fdopen(write_end, "wb", buffering=0):
             process = await asyncio.create_subprocess_exec(
                 *arguments,
                 cwd=folder,
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=theirs,
+                stdout=write_end,
+                stderr=write_end,
                 start_new_session=True,
             )
         try:

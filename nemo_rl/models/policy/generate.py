@@ -61,7 +61,7 @@ class Sequences(ABC):
 
 
 @dataclass(kw_only=True)
-class _Row:
+class _UnfinishedCompletion:
     """An unfinished completion."""
 
     number: int  # in its batch
@@ -215,12 +215,14 @@ class GeneratingWorker(PolicyWorker):
                     answers.append(GenerationAnswer(request_id=row.request.request_id, completion=completion))
         return answers if self.mesh.is_first_of_data_rank else []
 
-    def _draw(self, requests: Sequence[GenerationRequest]) -> list[_Row]:
+    def _draw(self, requests: Sequence[GenerationRequest]) -> list[_UnfinishedCompletion]:
         """Completions of requests with the same sampling parameters."""
         sampling, settings = requests[0].sampling, self.generation_settings
         most = sampling.max_new_tokens
         rows = [
-            _Row(number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids)))
+            _UnfinishedCompletion(
+                number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids))
+            )
             for number, request in enumerate(requests)
         ]
         # A generator per request, so that a completion does not depend on the others of its batch.

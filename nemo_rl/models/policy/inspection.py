@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.batch.microbatches import Row, select
+from nemo_rl.models.policy.batch.microbatches import LoadedRow, select
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logit_tiles import OutputHead, Sums, Tiles, smallest_kept, whole_logits
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
@@ -58,7 +58,7 @@ def row_errors(worker: PolicyWorker, column: str) -> list[RowErrors]:
     return [_errors_of(row, column) for row in rows if row.token_mask.any()]
 
 
-def _errors_of(row: Row, column: str) -> RowErrors:
+def _errors_of(row: LoadedRow, column: str) -> RowErrors:
     values = row.columns[column].double().view(len(row.token_ids), -1)[row.token_mask]
     found = row.columns["generation_logprobs"].double()[row.token_mask, None]
     difference = (values - found).abs().nan_to_num(nan=_LARGEST_DIFFERENCE).clamp(max=_LARGEST_DIFFERENCE)
@@ -125,9 +125,9 @@ def routed_otherwise(worker: PolicyWorker, task: HeadTask) -> float | None:
     counts = torch.zeros(2, dtype=torch.float64)
     for number, row in enumerate(rows):
         assert row.routed_experts is not None
-        theirs = row.routed_experts.long().sort(dim=-1).values
-        ours = torch.stack([layer[number][: len(theirs)] for layer in chosen], dim=1).sort(dim=-1).values
-        counts += torch.tensor([(ours != theirs).flatten(1).any(dim=1).sum(), len(theirs)])
+        of_engine = row.routed_experts.long().sort(dim=-1).values
+        of_policy = torch.stack([layer[number][: len(of_engine)] for layer in chosen], dim=1).sort(dim=-1).values
+        counts += torch.tensor([(of_policy != of_engine).flatten(1).any(dim=1).sum(), len(of_engine)])
     dist.all_reduce(counts, group=worker.mesh.data_group)
     return (counts[0] / counts[1]).item()
 

@@ -338,9 +338,9 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
     per_token = model.saved_numbers(compute, 1) + (num_states + 4) * model.hidden * compute
     logits = 3 * DRAFT_ROWS * model.vocab_size * 4
     key = f"set {policy.draft.key('enabled')}=false"
-    theirs = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
-    ours = state + token_budgets(policy)[0] / sizes.context_parallel * per_token + logits
-    return Part("draft", ours, key), Part("engine's draft", theirs, key)
+    in_engine = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
+    in_training = state + token_budgets(policy)[0] / sizes.context_parallel * per_token + logits
+    return Part("draft", in_training, key), Part("engine's draft", in_engine, key)
 
 
 def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> list[Part]:

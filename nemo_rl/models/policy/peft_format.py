@@ -204,7 +204,7 @@ def save_peft(
     if pipeline is not None:
         everyone: list[Any] = [None] * pipeline.size()
         dist.all_gather_object(everyone, (tensors, chosen, modules), group=pipeline)
-        tensors = {name: tensor for theirs, _, _ in everyone for name, tensor in theirs.items()}
+        tensors = {name: tensor for of_rank, _, _ in everyone for name, tensor in of_rank.items()}
         chosen, modules = ([name for part in everyone for name in part[index]] for index in (1, 2))
     if dist.get_rank() == 0:
         heads = [HEAD] if is_scalar(stages[0].config) else None

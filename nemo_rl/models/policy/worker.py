@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.models.policy.batch.microbatches import (
+    LoadedRow,
     MicroBatchRunner,
-    Row,
     from_last_stage,
     loss_inputs,
     reduce_micro_batches,
@@ -99,7 +99,7 @@ class PolicyWorker(PolicyWorkerInterface):
         self.sender: Sender | None = None
         self.saver: AsyncSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])
-        self.rows: dict[RowKey, Row] = {}
+        self.rows: dict[RowKey, LoadedRow] = {}
         self.samples: SampleWriter | None = None
         self.outputs: dict[RowKey, torch.Tensor] = {}  # of reported rows, [T] on the device, before the first update
 
@@ -146,7 +146,7 @@ class PolicyWorker(PolicyWorkerInterface):
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         """Read the saved `_state` of any layout."""
 
-    def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
+    def images_of(self, rows: Sequence[LoadedRow]) -> ImageBatch | None:
         """The images of a micro-batch; None for a model of text, which refuses rows with images."""
         if any(row.images for row in rows):
             raise ValueError(
@@ -193,7 +193,7 @@ class PolicyWorker(PolicyWorkerInterface):
         return self.samples.write(step, self.rows)
 
     def _model_batches(
-        self, micro_batches: Sequence[Sequence[Row]], task: HeadTask, *, is_reference: bool = False
+        self, micro_batches: Sequence[Sequence[LoadedRow]], task: HeadTask, *, is_reference: bool = False
     ) -> list[ModelBatch]:
         replays_routing = self.config.router_replay.enabled and not is_reference  # the reference has routers of its own
         batches = [
@@ -357,7 +357,7 @@ class PolicyWorker(PolicyWorkerInterface):
             reduced = from_last_stage(reduced, self.mesh.pipeline_group)
         return reduced | {"global_valid_seqs": seqs.item(), "global_valid_toks": toks.item()}
 
-    def _global_counts(self, batches: list[list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _global_counts(self, batches: list[list[LoadedRow]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences and tokens that carry loss, over all micro-batches and ranks of one optimizer step.
 
         The loss is divided by these counts, so that it does not depend on how the batch is split.

@@ -404,18 +404,18 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     An identity is what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint of
     the dataset, the settings that define a sample and a step.
     """
-    if differences := flat_differences(saved, current, theirs="the checkpoint"):
+    if differences := flat_differences(saved, current, owner="the checkpoint"):
         text = "\n".join(["the checkpoint belongs to another run:", *differences])
         raise CheckpointIdentityError(f"{text}\nTo continue it, put these back; {_START_ANEW}.")
 
 
-def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
-    """A line for each leaf in which two nested identities differ; `theirs` names the owner of the saved one."""
+def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, owner: str) -> list[str]:
+    """A line for each leaf in which two nested identities differ; `owner` names the owner of the saved one."""
     # Converted as JSON does, so that a saved identity equals a fresh one.
     saved, current = (strict_json.flatten_dict(strict_json.to_plain(tree)) for tree in (saved, current))
     absent = "(absent)"
     return [
-        f"  {key}: {theirs} has {saved.get(key, absent)!r}, this run {current.get(key, absent)!r}"
+        f"  {key}: {owner} has {saved.get(key, absent)!r}, this run {current.get(key, absent)!r}"
         for key in sorted(saved.keys() | current.keys())
         if saved.get(key, absent) != current.get(key, absent)
     ]

@@ -274,7 +274,7 @@ def estimator(loss: ClippedPGLossConfig = NO_KL, **changes: Any) -> GAEAdvantage
 
 
 def row(reward: float, mask: list[int], values: list[float]) -> tuple[dict[str, Tensor], Tensor]:
-    columns = {"advantages": torch.full((len(mask),), reward), "values": torch.tensor(values)}
+    columns = {"final_reward": torch.tensor(reward), "values": torch.tensor(values)}
     return columns, torch.tensor(mask).float()
 
 

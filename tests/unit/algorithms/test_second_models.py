@@ -80,7 +80,7 @@ def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
     assert len(policy.ranks) == 1 and len(value.ranks) == 2
     assert len(policy.ranks[0].train) == 1 and len(value.ranks[0].train) == 2
     assert policy.groups is not value.groups and sorted(keys_of_plan(policy)) == sorted(keys_of_plan(value))
-    rewards = {(s.group, s.index): s.advantage for rank in value.ranks for batch in rank.logprobs for s in batch}
+    rewards = {(s.group, s.index): s.reward for rank in value.ranks for batch in rank.logprobs for s in batch}
     assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
 
 

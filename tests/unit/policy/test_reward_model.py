@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, CohereConfig
 
-from nemo_rl.models.policy.batch.microbatches import Row, scored_sequences
+from nemo_rl.models.policy.batch.microbatches import LoadedRow, scored_sequences
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PolicyConfig, RewardModelConfig
 from nemo_rl.models.policy.convert import convert_checkpoint, merge_adapter
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, scalar_config
@@ -65,7 +65,7 @@ def make_worker(path: Path, kind: Any = "bradley_terry", **cut: Any) -> Any:
 
 def batches_of(worker: Any, parts: list[list[int]]) -> list[Any]:
     """Micro-batches of the sequences with these numbers."""
-    rows = [Row(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in sequences()]
+    rows = [LoadedRow(sample_id="", token_ids=ids, token_mask=ids > 0, mask=1.0) for ids in sequences()]
     how = {"last_token_only": True, "pad_token_id": 0}
     return [worker.layout.build(scored_sequences([rows[r] for r in part], **how)) for part in parts]
 
@@ -158,7 +158,7 @@ def test_values_of_tokens_come_from_the_states_before_them(reward_models: dict[s
 def test_the_last_token_is_found_as_transformers_finds_it() -> None:
     """Also where sequences end with the token that pads."""
     ids = [torch.tensor([5, 6, 0]), torch.tensor([7, 8, 9, 0, 0]), torch.tensor([0, 0])]
-    rows = [Row(sample_id="", token_ids=row, token_mask=row > 0, mask=1.0) for row in ids]
+    rows = [LoadedRow(sample_id="", token_ids=row, token_mask=row > 0, mask=1.0) for row in ids]
     for padding, want in (({"pad_token_id": 0}, [1, 2, 0]), ({}, [2, 4, 1])):
         found = [int(mask.nonzero()) for _, mask in scored_sequences(rows, last_token_only=True, **padding)]
         assert found == want

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.losses.value import ValueInputs
 from nemo_rl.algorithms.plan.batch import plan_samples
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
+from nemo_rl.models.policy.batch.microbatches import LoadedRow, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -29,9 +29,9 @@ from tests.worlds import run_world
 CPU = torch.device("cpu")
 
 
-def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | None = None) -> Row:
+def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | None = None) -> LoadedRow:
     ids = torch.arange(length)
-    return Row(sample_id="s", token_ids=ids + 5, token_mask=ids > 0, mask=mask, columns=columns or {})
+    return LoadedRow(sample_id="s", token_ids=ids + 5, token_mask=ids > 0, mask=mask, columns=columns or {})
 
 
 def test_what_a_loss_gets_is_padded_and_a_column_it_cannot_do_without_is_refused():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.batch.microbatches import LoadedRow
 from nemo_rl.models.policy.batch.samples import SampleWriter, TokenTexts, disagreement
 from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.report.run_files import read_block, read_index
@@ -52,11 +52,11 @@ def rollout_group(reward: float = 0.0) -> RolloutGroup:
     return RolloutGroup(group_id="1/0/p:7", prompt_id="p:7", samples=samples)
 
 
-def row_of(sample: Sample | Example, **columns: torch.Tensor) -> Row:
+def row_of(sample: Sample | Example, **columns: torch.Tensor) -> LoadedRow:
     if isinstance(sample, Sample):
         columns["generation_logprobs"] = torch.from_numpy(sample.generation_logprobs)
     ids, mask = torch.from_numpy(sample.token_ids), torch.from_numpy(sample.token_mask)
-    return Row(sample_id=sample.sample_id, token_ids=ids, token_mask=mask, mask=1.0, columns=columns)
+    return LoadedRow(sample_id=sample.sample_id, token_ids=ids, token_mask=mask, mask=1.0, columns=columns)
 
 
 def write(run: Path, *, step: int = 1, by: Any = None, group: Any = None, key: RowKey = (0, 0), **columns: Any) -> Any:

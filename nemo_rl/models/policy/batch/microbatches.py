@@ -1,6 +1,6 @@
 """Rows of the object store -> micro-batches for the model and the loss -> passes through the model -> metrics.
 
-A `Row` is one sample on a policy worker during one step: the tokens it fetched and the values it computed.
+A `LoadedRow` is one sample on a policy worker during one step: the tokens it fetched and the values it computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nemo_rl.types import (
 
 
 @dataclass(kw_only=True)
-class Row:
+class LoadedRow:
     """One sequence on its policy worker. Tensors are on the CPU.
 
     `columns` hold one number per token [T], several [T, C], or one for the sequence (0-d): float32, or int64 for token
@@ -54,18 +54,18 @@ class Row:
     images: list[tuple[ImageSpan, Pixels]] = field(default_factory=list)
 
 
-def select(rows: dict[RowKey, Row], batch: MicroBatch) -> list[Row]:
+def select(rows: dict[RowKey, LoadedRow], batch: MicroBatch) -> list[LoadedRow]:
     """The rows of a micro-batch in order, the two of a pair next to each other."""
     return [rows[key] for planned in batch for key in planned.keys]
 
 
-def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGroup]) -> dict[RowKey, Row]:
+def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGroup]) -> dict[RowKey, LoadedRow]:
     """The rows this rank owns. `groups`: number in the plan -> fetched group."""
     rows = {}
     for planned in (planned for batch in plan.logprobs for planned in batch):
         for group, index in planned.keys:
             sample = groups[group].rows[index]
-            rows[group, index] = row = Row(
+            rows[group, index] = row = LoadedRow(
                 sample_id=sample.sample_id,
                 token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
                 token_mask=torch.from_numpy(sample.token_mask.copy()),
@@ -77,13 +77,15 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
                 continue
             row.columns["generation_logprobs"] = torch.from_numpy(sample.generation_logprobs.copy())
             row.columns["advantages"] = torch.full(row.token_mask.shape, planned.advantage, dtype=torch.float32)
+            if planned.reward is not None:
+                row.columns["final_reward"] = torch.tensor(planned.reward)
             if sample.routed_experts is not None:
                 row.routed_experts = torch.from_numpy(sample.routed_experts.copy())
     return rows
 
 
 def scored_sequences(
-    rows: Sequence[Row], *, last_token_only: bool, pad_token_id: int | None = None
+    rows: Sequence[LoadedRow], *, last_token_only: bool, pad_token_id: int | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(token ids, mask of the tokens to score) of each row, as `RowLayout.build` takes them.
 
@@ -101,7 +103,9 @@ def scored_sequences(
     return scored
 
 
-def loss_inputs[InputsT: LossInputs](rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
+def loss_inputs[InputsT: LossInputs](
+    rows: Sequence[LoadedRow], inputs_type: type[InputsT], device: torch.device
+) -> InputsT:
     """One micro-batch as a loss sees it, [B, longest row]. Raises ValueError if it needs a column that no row has."""
     width = max(len(row.token_ids) for row in rows)
 

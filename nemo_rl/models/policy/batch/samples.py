@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.batch.microbatches import LoadedRow
 from nemo_rl.models.policy.settings import SampleSettings
 from nemo_rl.types import PREVIEW, Example, ExampleGroup, RolloutGroup, RowKey
 from nemo_rl.utils.files import script_json
@@ -98,7 +98,7 @@ class SampleWriter:
                 **shown,
             }
 
-    def write(self, step: int, rows: Mapping[RowKey, Row]) -> str | None:
+    def write(self, step: int, rows: Mapping[RowKey, LoadedRow]) -> str | None:
         """Write the remembered samples, whose tokens and columns are in `rows`, once.
 
         Returns why it cannot be done.
@@ -127,7 +127,7 @@ class SampleWriter:
             return f"{folder}: {error.strerror}"
         return None
 
-    def _sample(self, step: int, about: Mapping[str, Any], row: Row) -> dict[str, Any]:
+    def _sample(self, step: int, about: Mapping[str, Any], row: LoadedRow) -> dict[str, Any]:
         length, limit = len(row.token_ids), self._settings.max_tokens
         head, tail = (length, 0) if length <= limit else (limit - limit // 2, limit // 2)
         kept = [*range(head), *range(length - tail, length)]
@@ -159,7 +159,7 @@ def _unused(path: Path) -> Path:
     return next(other for other in numbered if not other.exists())
 
 
-def disagreement(row: Row) -> dict[str, float]:
+def disagreement(row: LoadedRow) -> dict[str, float]:
     """`error`: mean exp(|train - generation logprob|) over the loss tokens; `worst`: the largest of them."""
     train = row.columns.get("prev_logprobs", row.columns.get(OUTPUTS))
     generated = row.columns.get("generation_logprobs")

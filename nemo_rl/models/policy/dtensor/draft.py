@@ -347,10 +347,10 @@ class DraftTrainer:
         embeddings = nn.functional.embedding(next_ids, local_part(self._embeddings.weight).detach())
         output = self.head(embeddings, read, batch.position_ids, batch.cu_seqlens)
         has_both = batch.position_ids.flatten()[batch.states] >= 1
-        ours, slots = output.detach().flatten(0, 1), batch.states[has_both] - 1
-        gradient = torch.zeros_like(ours)
+        predicted, slots = output.detach().flatten(0, 1), batch.states[has_both] - 1
+        gradient = torch.zeros_like(predicted)
         for chosen, policy in zip(slots.split(_ROWS), states[has_both].split(_ROWS), strict=True):
-            found, slope = against(head, ours[chosen], policy)
+            found, slope = against(head, predicted[chosen], policy)
             gradient[chosen] = slope.to(gradient.dtype)
             self._sums += found
         output.backward(gradient.view_as(output))
@@ -422,18 +422,18 @@ class DraftTrainer:
 
 
 @torch.no_grad()
-def against(head: OutputHead, ours: torch.Tensor, policy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare the draft with the policy: sums [3] and the gradient [n, H] of the first for `ours`.
+def against(head: OutputHead, predicted: torch.Tensor, policy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare the draft with the policy: sums [3] and the gradient [n, H] of the first for `predicted`.
 
     The sums over rows are the cross-entropy of the draft's distribution under the policy's, the policy's probability of
     the draft's likeliest token (how often it would be accepted), and the number of rows. Both distributions have the
-    temperature of sampling. `ours`, `policy`: [n, H], inputs of the head.
+    temperature of sampling. `predicted`, `policy`: [n, H], inputs of the head.
     """
     assert head.transform.softcap is None and head.transform.scale == 1.0 and head.group is None
     wanted = whole_logits(policy, head).softmax(dim=-1)
-    logprobs = whole_logits(ours, head).log_softmax(dim=-1)
+    logprobs = whole_logits(predicted, head).log_softmax(dim=-1)
     likeliest = logprobs.argmax(dim=-1, keepdim=True)
-    sums = [-(wanted * logprobs).sum(), wanted.gather(1, likeliest).sum(), wanted.new_tensor(float(len(ours)))]
+    sums = [-(wanted * logprobs).sum(), wanted.gather(1, likeliest).sum(), wanted.new_tensor(float(len(predicted)))]
     slope = (logprobs.exp_() - wanted) / head.temperature
     return torch.stack(sums).double(), slope.to(head.weight.dtype) @ head.weight
 

@@ -372,6 +372,6 @@ def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.
 
     return [
         replace(tensor, gather=functools.partial(broadcast, tensor, dist.get_global_rank(group, stage)))
-        for stage, theirs in enumerate(described)
-        for tensor in theirs
+        for stage, of_stage in enumerate(described)
+        for tensor in of_stage
     ]

@@ -160,17 +160,17 @@ def parallel_experts(
     group, ranks = down.device_mesh.get_group(), down.device_mesh.size()
     ids, order = top_k_index.reshape(-1).sort(stable=True)
     counts = count_sorted(ids, len(down))
-    theirs = torch.empty_like(counts)  # [ranks x own experts]: rows of each rank for each expert of this one
-    dist.all_to_all_single(theirs, counts, group=group)
-    theirs = theirs.view(ranks, -1)
-    sent, received = torch.stack([counts.view(ranks, -1).sum(dim=1), theirs.sum(dim=1)]).tolist()
+    incoming = torch.empty_like(counts)  # [ranks x own experts]: rows of each rank for each expert of this one
+    dist.all_to_all_single(incoming, counts, group=group)
+    incoming = incoming.view(ranks, -1)
+    sent, received = torch.stack([counts.view(ranks, -1).sum(dim=1), incoming.sum(dim=1)]).tolist()
 
     rows = permute(hidden_states, order, top_k_index.shape[1])
     rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
     # Rows arrive sorted by rank, then by expert; the grouped product needs them sorted by expert.
-    own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
-    by_expert = own.repeat_interleave(theirs.flatten(), output_size=len(rows)).argsort(stable=True)
-    out = run_experts(module, permute(rows, by_expert), theirs.sum(dim=0))
+    own = torch.arange(incoming.shape[1], device=rows.device).repeat(ranks)
+    by_expert = own.repeat_interleave(incoming.flatten(), output_size=len(rows)).argsort(stable=True)
+    out = run_experts(module, permute(rows, by_expert), incoming.sum(dim=0))
     back = funcol.all_to_all_single_autograd(permute(out, _inverse(by_expert)), sent, received, group)
     return _weighted_sum(permute(back, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 

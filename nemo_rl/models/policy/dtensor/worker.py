@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.models.policy import checkpoint
-from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, Row, SequentialRunner
+from nemo_rl.models.policy.batch.microbatches import LoadedRow, MicroBatchRunner, SequentialRunner
 from nemo_rl.models.policy.batch.row_layout import ImageBatch
 from nemo_rl.models.policy.checkpoint import PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
@@ -105,7 +105,7 @@ class DTensorPolicyWorker(PolicyWorker):
         dist.all_reduce(fits, dist.ReduceOp.MIN)
         return bool(fits)
 
-    def images_of(self, rows: Sequence[Row]) -> ImageBatch | None:
+    def images_of(self, rows: Sequence[LoadedRow]) -> ImageBatch | None:
         if self.vision is None:
             return super().images_of(rows)
         return self.vision.build(self.layout, [row.token_ids for row in rows], [row.images for row in rows])

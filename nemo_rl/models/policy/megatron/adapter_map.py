@@ -25,7 +25,7 @@ from nemo_rl.models.policy.megatron.mapping import (
     HFTensor,
     MappedTensor,
     Replicated,
-    Row,
+    RowParallel,
     WeightMap,
     weight_map,
 )
@@ -103,7 +103,7 @@ def _adapted(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> Adapt
         )
     first = (HFTensor(f"{hf_names[0]}.lora_A", (peft.dim, columns)),)
     second = tuple(HFTensor(f"{hf}.lora_B", (count, peft.dim)) for hf, count in zip(hf_names, rows, strict=True))
-    is_row = isinstance(weight.layout, Row)
+    is_row = isinstance(weight.layout, RowParallel)
     # The narrow side, of `dim` features, is whole on every rank: sharding it would save little and cost a gather.
     layout_a, layout_b = (weight.layout, Replicated()) if is_row else (Replicated(), weight.layout)
     return AdaptedLayer(

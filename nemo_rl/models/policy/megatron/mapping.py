@@ -414,55 +414,57 @@ class _Tables:
         elif not self.config.tie_word_embeddings:
             yield _mapped(OUTPUT_LAYER, Vocabulary(), ("lm_head.weight", vocabulary))
 
-    def norm(self, ours: str, theirs: str, width: int | None = None) -> MappedTensor:
-        return _mapped(ours, Replicated(), (theirs, (self.config.hidden_size if width is None else width,)))
+    def norm(self, module: str, stored: str, width: int | None = None) -> MappedTensor:
+        return _mapped(module, Replicated(), (stored, (self.config.hidden_size if width is None else width,)))
 
-    def layer(self, ours: str, theirs: str, number: int) -> Iterator[MappedTensor]:
+    def layer(self, module: str, stored: str, number: int) -> Iterator[MappedTensor]:
         # Two layers follow the norm of latent attention, so it is in neither of them.
         fused = self.fuses_norms and not self.family.is_latent
         norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-        yield self.norm(ours + norm, theirs + "input_layernorm.weight")
+        yield self.norm(module + norm, stored + "input_layernorm.weight")
         if self.family.has_mixers and self.config.layer_types[number] == "linear_attention":
             with torch.device("meta"):
                 mixer = mixer_class(self.config)(self.config, number)
             for name, parameter in mixer.named_parameters():
-                tensor = (f"{theirs}linear_attn.{name}", tuple(parameter.shape))
-                yield _mapped(f"{ours}self_attention.mixer.{name}", Replicated(), tensor)
+                tensor = (f"{stored}linear_attn.{name}", tuple(parameter.shape))
+                yield _mapped(f"{module}self_attention.mixer.{name}", Replicated(), tensor)
         else:
             attention = self.latent_attention if self.family.is_latent else self.attention
-            yield from attention(ours + "self_attention.", theirs + "self_attn.")
+            yield from attention(module + "self_attention.", stored + "self_attn.")
         has_experts = is_moe_layer(self.config, number)
         fused = self.fuses_norms and not has_experts  # the router and the experts read the norm's output
         norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
         before = "post_attention_layernorm"
         if self.family.has_post_norms:
-            yield self.norm(ours + "self_attn_bda.weight", f"{theirs}{before}.weight")
-            yield self.norm(ours + "mlp_bda.weight", theirs + "post_feedforward_layernorm.weight")
+            yield self.norm(module + "self_attn_bda.weight", f"{stored}{before}.weight")
+            yield self.norm(module + "mlp_bda.weight", stored + "post_feedforward_layernorm.weight")
             before = "pre_feedforward_layernorm"
-        yield self.norm(ours + norm, f"{theirs}{before}.weight")
+        yield self.norm(module + norm, f"{stored}{before}.weight")
         if has_experts:
-            yield from self.experts(ours + "mlp.", theirs)
+            yield from self.experts(module + "mlp.", stored)
         else:
-            yield from self.mlp(ours + "mlp.", theirs + "mlp.", self.config.intermediate_size)
+            yield from self.mlp(module + "mlp.", stored + "mlp.", self.config.intermediate_size)
 
-    def attention(self, ours: str, theirs: str) -> Iterator[MappedTensor]:
+    def attention(self, module: str, stored: str) -> Iterator[MappedTensor]:
         heads, groups, head_dim = heads_of(self.config)
         gates = self.family.has_output_gate
         layout, hidden = QueryGroups(heads, groups, head_dim, gates), self.config.hidden_size
         rows = {"q": (1 + gates) * heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
-        weights = [(f"{theirs}{x}_proj.weight", (rows[x], hidden)) for x in "qkv"]
-        yield _mapped(ours + "linear_qkv.weight", layout, *weights)
+        weights = [(f"{stored}{x}_proj.weight", (rows[x], hidden)) for x in "qkv"]
+        yield _mapped(module + "linear_qkv.weight", layout, *weights)
         if self.family.has(self.config, "qkv_bias"):
-            yield _mapped(ours + "linear_qkv.bias", layout, *((f"{theirs}{x}_proj.bias", (rows[x],)) for x in "qkv"))
+            yield _mapped(module + "linear_qkv.bias", layout, *((f"{stored}{x}_proj.bias", (rows[x],)) for x in "qkv"))
         for x in "qk" if self.family.has(self.config, "qk_norm") else ():
-            yield self.norm(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", head_dim)
-        yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, heads * head_dim)))
+            yield self.norm(f"{module}{x}_layernorm.weight", f"{stored}{x}_norm.weight", head_dim)
+        yield _mapped(
+            module + "linear_proj.weight", RowParallel(), (stored + "o_proj.weight", (hidden, heads * head_dim))
+        )
         if self.family.has_biases:
-            yield self.norm(ours + "linear_proj.bias", theirs + "o_proj.bias")
+            yield self.norm(module + "linear_proj.bias", stored + "o_proj.bias")
         if self.family.has_sinks:
-            yield _mapped(ours + "core_attention.softmax_offset", Column(), (theirs + "sinks", (heads,)))
+            yield _mapped(module + "core_attention.softmax_offset", ColumnParallel(), (stored + "sinks", (heads,)))
 
-    def latent_attention(self, ours: str, theirs: str) -> Iterator[MappedTensor]:
+    def latent_attention(self, module: str, stored: str) -> Iterator[MappedTensor]:
         """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
         Both sides rotate adjacent features of the rotary part, so rows keep their order.
@@ -473,63 +475,65 @@ class _Tables:
         # One rotary key serves all heads, so it leaves the down projection beside the latent.
         latents = [("kv", "kv_a_proj_with_mqa", config.kv_lora_rank, rotary, heads * plain + values)]
         if config.q_lora_rank is None:
-            yield _mapped(ours + "linear_q_proj.weight", Column(), (theirs + "q_proj.weight", (queries, hidden)))
+            yield _mapped(
+                module + "linear_q_proj.weight", ColumnParallel(), (stored + "q_proj.weight", (queries, hidden))
+            )
         else:
             latents.insert(0, ("q", "q_a_proj", config.q_lora_rank, 0, queries))
-        down = Replicated() if self.fuses_norms else Column()  # Transformer Engine has no parallel layer for it
+        down = Replicated() if self.fuses_norms else ColumnParallel()  # Transformer Engine has no parallel layer for it
         norm = "linear_{}_up_proj.layer_norm_weight" if self.fuses_norms else "{}_layernorm.weight"
         for x, compress, rank, beside, expanded in latents:
-            narrow = (f"{theirs}{compress}.weight", (rank + beside, hidden))
-            wide = (f"{theirs}{x}_b_proj.weight", (expanded, rank))
-            yield _mapped(f"{ours}linear_{x}_down_proj.weight", down, narrow)
-            yield self.norm(ours + norm.format(x), f"{theirs}{x}_a_layernorm.weight", rank)
-            yield _mapped(f"{ours}linear_{x}_up_proj.weight", Column(), wide)
-        yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, values)))
+            narrow = (f"{stored}{compress}.weight", (rank + beside, hidden))
+            wide = (f"{stored}{x}_b_proj.weight", (expanded, rank))
+            yield _mapped(f"{module}linear_{x}_down_proj.weight", down, narrow)
+            yield self.norm(module + norm.format(x), f"{stored}{x}_a_layernorm.weight", rank)
+            yield _mapped(f"{module}linear_{x}_up_proj.weight", ColumnParallel(), wide)
+        yield _mapped(module + "linear_proj.weight", RowParallel(), (stored + "o_proj.weight", (hidden, values)))
 
-    def mlp(self, ours: str, theirs: str, width: int) -> Iterator[MappedTensor]:
+    def mlp(self, module: str, stored: str, width: int) -> Iterator[MappedTensor]:
         hidden = self.config.hidden_size
-        gate_up = [(f"{theirs}{x}_proj.weight", (width, hidden)) for x in ("gate", "up")]
-        yield _mapped(ours + "linear_fc1.weight", Column(), *gate_up)
-        yield _mapped(ours + "linear_fc2.weight", Row(), (theirs + "down_proj.weight", (hidden, width)))
+        gate_up = [(f"{stored}{x}_proj.weight", (width, hidden)) for x in ("gate", "up")]
+        yield _mapped(module + "linear_fc1.weight", ColumnParallel(), *gate_up)
+        yield _mapped(module + "linear_fc2.weight", RowParallel(), (stored + "down_proj.weight", (hidden, width)))
 
-    def stacked_experts(self, ours: str, theirs: str, count: int, width: int) -> Iterator[MappedTensor]:
+    def stacked_experts(self, module: str, stored: str, count: int, width: int) -> Iterator[MappedTensor]:
         """GPT-OSS's, whose layer is ours: it has the parameters of files."""
         hidden = self.config.hidden_size
         for name, shape in ((".weight", (count, hidden)), (".bias", (count,))):
-            yield _mapped(ours + "router" + name, Replicated(), (theirs + "router" + name, shape))
+            yield _mapped(module + "router" + name, Replicated(), (stored + "router" + name, shape))
         for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden))):
             for ending, whole in (("", (count, *shape)), ("_bias", (count, shape[-1]))):
-                tensor = (f"{theirs}experts.{name}{ending}", whole)
-                yield _mapped(f"{ours}experts.{name}{ending}", Column(), tensor, stacks_experts=True)
+                tensor = (f"{stored}experts.{name}{ending}", whole)
+                yield _mapped(f"{module}experts.{name}{ending}", ColumnParallel(), tensor, stacks_experts=True)
 
-    def experts(self, ours: str, layer: str) -> Iterator[MappedTensor]:
+    def experts(self, module: str, layer: str) -> Iterator[MappedTensor]:
         config, names = self.config, self.family.experts
         assert names is not None
         count, width, hidden = num_experts(config), expert_width(config), config.hidden_size
         if names.is_stacked:
-            yield from self.stacked_experts(ours, f"{layer}{names.block}.", count, width)
+            yield from self.stacked_experts(module, f"{layer}{names.block}.", count, width)
             return
-        theirs, fused = f"{layer}{names.block}.", f"{layer}mlp."
-        router = (theirs + "gate.weight", (count, hidden), CheckpointTensor(fused + "gate.weight", (count, hidden)))
-        yield _mapped(ours + "router.weight", Replicated(), router)
+        stored, fused = f"{layer}{names.block}.", f"{layer}mlp."
+        router = (stored + "gate.weight", (count, hidden), CheckpointTensor(fused + "gate.weight", (count, hidden)))
+        yield _mapped(module + "router.weight", Replicated(), router)
         if names.has_choice_bias:
-            bias = (theirs + "gate.e_score_correction_bias", (count,))
-            yield _mapped(ours + "router.expert_bias", Replicated(), bias, is_buffer=True)
+            bias = (stored + "gate.e_score_correction_bias", (count,))
+            yield _mapped(module + "router.expert_bias", Replicated(), bias, is_buffer=True)
         template = "linear_fc{}.weight{{expert}}" if self.is_grouped else "local_experts.{{expert}}.linear_fc{}.weight"
-        template = f"{ours}experts.{template}"
+        template = f"{module}experts.{template}"
         for expert in range(count):
-            gate, up, down = (f"{theirs}experts.{expert}.{part}.weight" for part in names.gate_up_down)
+            gate, up, down = (f"{stored}experts.{expert}.{part}.weight" for part in names.gate_up_down)
             first = CheckpointTensor(fused + "experts.gate_up_proj", (count, 2 * width, hidden), expert)
             both = (gate, (width, hidden), first), (up, (width, hidden), replace(first, first_row=width))
             last = down, (hidden, width), CheckpointTensor(fused + "experts.down_proj", (count, hidden, width), expert)
-            yield _mapped(template.format(1), Column(), *both, expert=expert, num_experts=count)
-            yield _mapped(template.format(2), Row(), last, expert=expert, num_experts=count)
+            yield _mapped(template.format(1), ColumnParallel(), *both, expert=expert, num_experts=count)
+            yield _mapped(template.format(2), RowParallel(), last, expert=expert, num_experts=count)
         if shared := names.shared_width(config):
             name = "shared_expert" if names.gated_shared_expert else "shared_experts"
-            yield from self.mlp(ours + "shared_experts.", f"{theirs}{name}.", shared)
+            yield from self.mlp(module + "shared_experts.", f"{stored}{name}.", shared)
         if names.gated_shared_expert:
-            gate = (theirs + "shared_expert_gate.weight", (1, hidden))
-            yield _mapped(ours + "shared_experts.gate_weight", Replicated(), gate)
+            gate = (stored + "shared_expert_gate.weight", (1, hidden))
+            yield _mapped(module + "shared_experts.gate_weight", Replicated(), gate)
 
 
 def heads_of(hf_config: Any) -> tuple[int, int, int]:
@@ -583,7 +587,7 @@ class Replicated(Layout):
         return [ShardSlice(0, 0, 0, shapes[0][0], 0)]
 
 
-class Column(Layout):
+class ColumnParallel(Layout):
     """A column-parallel linear layer: ranks share its output features, which are rows of the weight.
 
     With several tensors (the gate and up projections of an MLP) a rank holds its rows of the first, then of the next.
@@ -598,7 +602,7 @@ class Column(Layout):
         return slices
 
 
-class Row(Column):
+class RowParallel(ColumnParallel):
     """A row-parallel linear layer: ranks share its input features, which are columns of the weight."""
 
     dim = 1

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.batch.microbatches import LoadedRow
 from nemo_rl.models.policy.config import PolicyConfig, RouterReplayConfig
 from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -145,7 +145,7 @@ LAYERS, TOP_K, UNRECORDED = 2, 2, "3/0"
 REPLAY = {"router_replay": RouterReplayConfig(enabled=True)}
 
 
-def random_experts(row: Row | Sample) -> torch.Tensor | None:
+def random_experts(row: LoadedRow | Sample) -> torch.Tensor | None:
     """Of all tokens but the last, whose state nobody needs; of one sample of none. uint8 [T - 1, LAYERS, TOP_K]."""
     if row.sample_id == UNRECORDED:
         return None
