@@ -150,7 +150,7 @@ def _wait_for_head(chunk: Any) -> None:
     for stage in chunk.modules():
         if isinstance(stage, PolicyGPTModel) and stage.post_process:
             head, norm = stage.output_layer, stage.decoder.final_layernorm
-            assert norm is not None
+            assert isinstance(norm, torch.nn.Module)
             norm.register_forward_pre_hook(lambda module, inputs, head=head: wait(head))
 
 
