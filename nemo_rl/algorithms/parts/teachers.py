@@ -213,14 +213,15 @@ def check_teacher(
 def _check_merges(
     student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, section: str, remedy: str
 ) -> None:
-    ours, theirs = (json.loads(tokenizer.backend_tokenizer.to_str())["model"] for tokenizer in (student, teacher))
-    if ours["type"] != theirs["type"]:
+    models = [json.loads(tokenizer.backend_tokenizer.to_str())["model"] for tokenizer in (student, teacher)]
+    kinds = [model["type"] for model in models]
+    if kinds[0] != kinds[1]:
         raise ValueError(
-            f"{section}.tokenizer.name: the tokens are the same, but the student's tokenizer is a {ours['type']} and "
-            f"the teacher's a {theirs['type']}, which cut text differently; {remedy}"
+            f"{section}.tokenizer.name: the tokens are the same, but the student's tokenizer is a {kinds[0]} and "
+            f"the teacher's a {kinds[1]}, which cut text differently; {remedy}"
         )
     # Without "merges" the tokenizer is of a kind that has none.
-    merges = ([" ".join(pair) for pair in model.get("merges", [])] for model in (ours, theirs))
+    merges = ([" ".join(pair) for pair in model.get("merges", [])] for model in models)
     pairs = list(zip_longest(*merges))
     differing = [(number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
     if differing:
@@ -235,7 +236,7 @@ def _warn_of_differences(student: PreTrainedTokenizerFast, teacher: PreTrainedTo
     pairs = {
         role: (student.special_tokens_map.get(role), teacher.special_tokens_map.get(role)) for role in SPECIAL_TOKENS
     }
-    differing = [f"{role} {ours!r} and {theirs!r}" for role, (ours, theirs) in pairs.items() if ours != theirs]
+    differing = [f"{role} {own!r} and {other!r}" for role, (own, other) in pairs.items() if own != other]
     if differing:
         logger.warning(
             "student and teacher use different special tokens: %s. The student stops at its own; a teacher that ends "

@@ -280,7 +280,7 @@ def _by_elimination(e: Evidence) -> _Explanations:
     first = f"the first token after a prompt of one token differs by {e.first_token_alone:.2g}, late tokens by "
     first += f"{e.last_quarter:.2g}"
     if positions:
-        shown = "; ".join(f"{key}: training {ours}, generation {theirs}" for key, (ours, theirs) in positions.items())
+        shown = "; ".join(f"{key}: training {own}, generation {other}" for key, (own, other) in positions.items())
         yield (
             Cause.POSITIONS,
             f"settings of positions differ: {shown} ({first})",
@@ -435,11 +435,11 @@ def _sampling_variants(own: SamplingParams, other: SamplingParams) -> list[Varia
     return [_variant(each) for each in (*partly, *(replace(plain, temperature=value) for value in TEMPERATURES))]
 
 
-def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(training: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that both sides have, with different values."""
     found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(ours.keys() & theirs.keys()):
-        one, other = ours[key], theirs[key]
+    for key in sorted(training.keys() & generation.keys()):
+        one, other = training[key], generation[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found |= {key: (one, other)} if _differences(one, other) else {}
         elif one != other:
