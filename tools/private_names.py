@@ -10,6 +10,7 @@ and in texts that name a module. An attribute of an object counts if nothing in 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
@@ -170,6 +171,7 @@ def page(told: dict[str, tuple[str, str]]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page(told() if PAGE.exists() else {}))
     if missing := [name for name, (owner, why) in told().items() if not owner or not why]:
         sys.exit(f"say in {PAGE} whose these are and why they are used: {', '.join(missing)}")

@@ -130,7 +130,7 @@ def test_names_sizes_folders_and_combinations(tmp_path, given, told):
     (tmp_path / "taken").touch()
     for name, number in (("one", 1), ("four", 4)):
         (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * number)
-    test = {"input": "1+1=", "output": "2", "tests": [{"input": ["1"], "output": "2"}]}
+    test = {"input": "1+1=", "output": "2", "tests": [{"input": [["1"]], "output": "2"}]}
     (tmp_path / "tests.jsonl").write_text((json.dumps(test) + "\n") * 4)
     if "./other" in given[-1]:
         exchange_two_tokens(tmp_path / "other")

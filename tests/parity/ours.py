@@ -14,7 +14,7 @@ from transformers import Qwen2ForSequenceClassification as Qwen2Classifier
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.attention import ATTENTION
-from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs, scored_sequences
+from nemo_rl.models.policy.batch.microbatches import LoadedRow, loss_inputs, scored_sequences
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
@@ -147,7 +147,7 @@ def loss_and_gradient(loss_fn: LossFunction, kind: str, temperature: float) -> t
 
 
 @lru_cache
-def rows_of(temperature: float, *, with_logprobs: bool) -> list[Row]:
+def rows_of(temperature: float, *, with_logprobs: bool) -> list[LoadedRow]:
     """With the columns of every loss: previous and reference logprobs, advantages, reference sums, margins."""
     rows = []
     for number, sequence in enumerate(batch().sequences):
@@ -157,7 +157,9 @@ def rows_of(temperature: float, *, with_logprobs: bool) -> list[Row]:
             "margin": batch().margins[number // 2] if number % 2 == 0 else torch.tensor(0.0),
         }
         rows.append(
-            Row(sample_id=str(number), token_ids=torch.tensor(sequence.ids), token_mask=mask, mask=1.0, columns=columns)
+            LoadedRow(
+                sample_id=str(number), token_ids=torch.tensor(sequence.ids), token_mask=mask, mask=1.0, columns=columns
+            )
         )
     if not with_logprobs:
         return rows
@@ -175,7 +177,7 @@ def rows_of(temperature: float, *, with_logprobs: bool) -> list[Row]:
     return rows
 
 
-def _outputs(scorer: LogprobModel, rows: list[Row], task: HeadTask, *, last_token_only: bool) -> Tensor:
+def _outputs(scorer: LogprobModel, rows: list[LoadedRow], task: HeadTask, *, last_token_only: bool) -> Tensor:
     """[B, S]"""
     layout = RowLayout(padding_free=True, own_states=last_token_only)
     return scorer(layout.build(scored_sequences(rows, last_token_only=last_token_only)), task)

@@ -1,8 +1,5 @@
 """The model sees conversations of several turns as the chat template writes them."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,16 +51,9 @@ def test_a_tool_speaks_as_a_tool_where_the_template_knows_tools():
     assert "<|im_start|>tool\n42 " in shown["chatml"] and "[user]42 " in shown["only_users"]
 
 
-def turns_of(template: str, max_turns: int = 2) -> None:
-    config: Any = SimpleNamespace(rollout=SimpleNamespace(max_rollout_turns=max_turns))
-    check_turns(config, tokenizer_with(template))
-
-
 @pytest.mark.parametrize(("name", "what"), [("forgetful", "the thoughts of earlier turns"), ("thinking", "")])
 def test_a_template_that_rewrites_earlier_turns_is_told_of_in_runs_of_several_turns(name, what, caplog):
-    turns_of(TEMPLATES[name], max_turns=1)
-    assert caplog.text == ""
-    turns_of(TEMPLATES[name])
+    check_turns(tokenizer_with(TEMPLATES[name]))
     assert f"the chat template writes {what}" in caplog.text and "<think>" in caplog.text
     assert "policy.tokenizer.chat_template" in caplog.text
 
@@ -71,4 +61,4 @@ def test_a_template_that_rewrites_earlier_turns_is_told_of_in_runs_of_several_tu
 def test_a_template_of_one_turn_is_refused_for_several():
     once = "{%- if messages | length > 1 -%}{{- raise_exception('once') -}}{%- endif -%}{{- messages[0].content -}}"
     with pytest.raises(ValueError, match="allows further turns"):
-        turns_of(once)
+        check_turns(tokenizer_with(once))

@@ -108,7 +108,7 @@ def test_parts_become_one_text_where_the_template_takes_texts_alone(write):
 
 
 def test_environments_take_one_text_where_their_rewards_read_one():
-    for wrong in ({"input": ["1"], "output": "2"}, {"input": "1", "output": None}):
+    for wrong in ({"input": [["1"]], "output": "2"}, {"input": "1", "output": None}):
         with pytest.raises(ValueError, match=r"has (a list|nothing) as (input|output) of a test"):
             read_tests({"tests": [wrong]})
     said = [sampled("[0, 0, 2, 2]")]
