@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
+from nemo_rl.models.generation.vllm.plugins import with_own_logprobs
 from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear, padded_rows, split_rows
 from nemo_rl.models.generation.vllm.startup import engine_args
 from nemo_rl.models.generation.vllm.worker import VllmWorker
@@ -49,6 +50,26 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], num_rows
     order = torch.randperm(num_rows, generator=generator)
     assert torch.equal(linear(x[order], weight, bias), together[order])
     assert linear(x[:0], weight, bias).shape == (0, shape[0])
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_the_engines_logprobs_have_no_bias_and_its_tokens_stay(top_k: int | None) -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    current_platform.import_kernels()
+
+    def draw(forward: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = 3 * torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))
+        generators = {row: torch.Generator().manual_seed(row) for row in range(len(logits))}
+        kept = None if top_k is None else torch.full((len(logits),), top_k)
+        return forward(TopKTopPSampler("processed_logprobs"), logits, generators, kept, None)
+
+    tokens, logprobs = draw(with_own_logprobs(TopKTopPSampler.forward_cpu))
+    same, before = draw(TopKTopPSampler.forward_cpu)
+    assert torch.equal(tokens, same)
+    assert torch.allclose(logprobs, before, atol=1e-5) and not torch.equal(logprobs, before)
+    assert int(logprobs.isfinite().sum()) == len(logprobs) * (top_k or 2000)
 
 
 def test_rows_are_added_or_split_until_sizes_agree() -> None:

@@ -16,6 +16,7 @@ Norms, rotary embedding, activations, log-softmax, top-k, top-p and the random g
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import partial, wraps
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear
+from nemo_rl.utils.logprobs import log_softmax
 
 PREFIX = "nemo_rl_"  # of the names of our plugins
 SWITCH = "NEMO_RL_VLLM_PLUGINS"
@@ -100,6 +102,41 @@ def row_invariant_linear() -> None:
 
     # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+# -- logprobs
+
+
+@plugin(cpu_only=True)
+def logprobs_without_bias() -> None:
+    """Logprobs are those of `nemo_rl.utils.logprobs`.
+
+    Symptom: logprobs of a large vocabulary are too large by up to 3e-5, and differ from training's.
+    Cause: torch's `log_softmax` for CPUs adds the exponentials of a row one by one.
+    Upstream: none.
+    Until: torch's `log_softmax` adds as `logsumexp` does. Not in torch 2.13.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    TopKTopPSampler.forward_cpu = with_own_logprobs(TopKTopPSampler.forward_cpu)
+    Sampler.compute_logprobs = staticmethod(lambda logits: log_softmax(logits.float()))
+
+
+def with_own_logprobs(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """`sample` of vLLM's sampler, which returns tokens and, if they are asked for, logprobs after top-k and top-p."""
+
+    def drawn(sampler: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if sampler.logprobs_mode != "processed_logprobs":
+            return sample(sampler, *args)
+        sampler.logprobs_mode = "processed_logits"
+        try:
+            tokens, logits = sample(sampler, *args)
+        finally:
+            sampler.logprobs_mode = "processed_logprobs"
+        return tokens, log_softmax(logits.float())
+
+    return drawn
 
 
 # -- speculative decoding
@@ -288,3 +325,18 @@ def see_whole_images(forward: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return attend
+
+
+# -- start
+
+
+@plugin(cpu_only=False)
+def imports_are_no_garbage() -> None:
+    """Collections do not look at the objects of imported modules.
+
+    Symptom: the start of an engine takes two seconds longer.
+    Cause: vLLM collects all garbage five times meanwhile, and there are a million objects.
+    Upstream: none; vLLM freezes them itself, behind the collections.
+    Until: vLLM calls `gc.freeze` before it builds a model. Not in 0.32.0.
+    """
+    gc.freeze()
