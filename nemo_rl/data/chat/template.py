@@ -332,19 +332,29 @@ def _text_after(messages: Messages, template: ChatTemplate, skip: int = 0, *, pr
     return None if text is None else text.rpartition(PLACEHOLDER)[2][skip:]
 
 
+_QUOTE = re.compile(r"\A(?:<\|\"\|>|\")")  # Gemma 4 has a token for it
+
+
 def _with_placeholder(messages: Messages, index: int, template: ChatTemplate, *, prompt: bool) -> str | None:
     """The text with a placeholder for the content of a message; None if it is not shown.
 
-    Of a message with tool calls, the placeholder stands for the arguments of the last call.
+    Of a message with tool calls, the placeholder stands for the arguments of the last call. A call without arguments
+    may be written in another way; then it does not.
     """
     message = messages[index]
     with_content = _with_content(message, PLACEHOLDER)
     variants = [_without_calls(with_content), with_content]
-    if message.get("tool_calls"):
+    plain = None
+    if calls := message.get("tool_calls"):
         variants.insert(0, _with_last_arguments(message))
-    for replaced in variants:
+        if calls[-1].get("function", calls[-1]).get("arguments") in (None, {}, "", "{}"):
+            plain = template.try_render(messages, prompt=prompt)
+    for number, replaced in enumerate(variants):
         text = template.try_render([*messages[:index], replaced, *messages[index + 1 :]], prompt=prompt)
-        if text is not None and PLACEHOLDER in text:
+        if text is None or PLACEHOLDER not in text:
+            continue
+        # Behind an argument may be a quotation mark, which a call without arguments does not have.
+        if number > 0 or plain is None or plain.endswith(_QUOTE.sub("", text.rpartition(PLACEHOLDER)[2], count=1)):
             return text
     return None
 

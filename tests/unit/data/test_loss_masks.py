@@ -61,6 +61,12 @@ def calls(*names):
     ]
 
 
+def without_arguments(*calls):
+    """The calls; the last one has no arguments."""
+    *others, last = calls
+    return [*others, {**last, "function": {**last["function"], "arguments": {}}}]
+
+
 def result(content, call=0):
     return {"role": "tool", "content": content, "name": "add", "tool_call_id": f"call0000{call}"}
 
@@ -89,6 +95,19 @@ CONVERSATIONS = {
         result("3", 1),
         assistant("4"),
     ],
+    "call without arguments": [
+        user("q"),
+        assistant("", tool_calls=without_arguments(*calls("add"))),
+        result("2"),
+        assistant("4"),
+    ],
+    "last call without arguments": [
+        user("q"),
+        assistant("", tool_calls=without_arguments(*calls("add", "sub"))),
+        result("2"),
+        result("3", 1),
+        assistant("4"),
+    ],
     "call after call": [user("q"), ADD, result("2"), SUB, result("3"), assistant("4")],
     "call, then user": [user("q"), ADD, result("2"), assistant("4"), user("r"), assistant("5")],
     "thinking": [user("q"), assistant("<think>\nt\n</think>\n\n4"), user("r"), assistant("<think>\nw\n</think>\n\n5")],
@@ -109,6 +128,8 @@ WRITTEN = {
     **dict.fromkeys(["call", "call of None", "call with text", "begins with call"], CALLED),
     **dict.fromkeys(["reasoning call", "empty result"], CALLED),
     "two calls": ("{add}{sub1}{stop}", "4{end}"),
+    "call without arguments": ("{add_nothing}{stop}", "4{end}"),
+    "last call without arguments": ("{add}{sub_nothing}{stop}", "4{end}"),
     "call after call": ("{add}{stop}", "{sub}{stop}", "4{end}"),
     "call, then user": ("{add}{stop}", "4{end}", "5{end}"),
     "thinking": ("<think>\nt\n</think>\n\n4{end}", "<think>\nw\n</think>\n\n5{end}"),
@@ -119,12 +140,14 @@ OF_LLAMA = {
     "stop": "<|eot_id|>",
     "add": '{"name": "add", "parameters": {"a": 0}}',
     "sub": '{"name": "sub", "parameters": {"a": 0}}',
+    "add_nothing": '{"name": "add", "parameters": {}}',
 }
 OF_GEMMA = {
     "end": "<turn|>",
     "stop": "<|tool_response>",
     **{name: f"<|tool_call>call:{name}{{a:0}}<tool_call|>" for name in ("add", "sub")},
     "sub1": "<|tool_call>call:sub{a:1}<tool_call|>",
+    **{f"{name}_nothing": f"<|tool_call>call:{name}{{}}<tool_call|>" for name in ("add", "sub")},
 }
 THOUGHT = "<|channel>thought\nt\n<channel|>"
 TEXT_AND_CALL = ["call with text", "begins with call"]
@@ -134,7 +157,7 @@ HM_BEHIND = {  # the template shows the text of a call behind the results
     "reasoning call": (THOUGHT + "{add}{stop}", "4{end}"),
 }
 HAND_WRITTEN = {  # template -> (texts, conversations in which it differs from WRITTEN; None: it refuses them)
-    **dict.fromkeys(["llama3_1", "llama3_2"], (OF_LLAMA, {"two calls": None})),
+    **dict.fromkeys(["llama3_1", "llama3_2"], (OF_LLAMA, {"two calls": None, "last call without arguments": None})),
     **dict.fromkeys(["gemma4", "gemma4_v3", "gemma4_v4"], (OF_GEMMA, HM_BEHIND)),
     "gemma4_v2": (
         {**OF_GEMMA, "stop": "<turn|>"},
