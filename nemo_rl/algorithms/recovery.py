@@ -22,15 +22,18 @@ A wait that lasts longer than `cluster.worker_timeout_s` is a WorkerHang, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
-from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
-from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.refit.sync import WeightSync
-from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.group_keeper import KEEPER
-from nemo_rl.utils.console import RunConsole
+
+if TYPE_CHECKING:
+    from nemo_rl.models.generation.interfaces import GenerationInterface
+    from nemo_rl.models.policy.lm_policy import Policy
+    from nemo_rl.refit.sync import WeightSync
+    from nemo_rl.rollouts.collector import RolloutCollector
+    from nemo_rl.utils.console import RunConsole
 
 
 class Recovery:

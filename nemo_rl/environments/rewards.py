@@ -17,7 +17,7 @@ from typing import Annotated, Any, Protocol, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died, offered
+from nemo_rl.environments.math.verification import TURN_END, VERIFIERS, Verification, VerifierPool, died, offered
 from nemo_rl.environments.section_parts import Pattern, PatternWithGroup
 from nemo_rl.utils.registry import find
 from nemo_rl.utils.task_formats import one_text
@@ -193,7 +193,7 @@ def math_expression(
     there is no verdict.
     """
     _is_verifier(math_verify_impl)
-    response = response_text(messages)
+    response = TURN_END.join(response_turns(messages))
     if tagged := find_answers(response, answer_tag):
         response = as_response(tagged[-1], math_verify_impl)
     job = Verification(math_verify_impl, response, _expected(metadata, key), offered(metadata), published_rules)

@@ -85,7 +85,7 @@ class RolloutTrainer(Trainer):
         others: Sequence[Policy] = (),
     ) -> None:
         requests = PromptRequests(parts.prompts, config.rollout, parts.train_sampling)
-        self.recovery = recovery = RolloutRecovery(
+        recovery = RolloutRecovery(
             [parts.policy, *others],
             parts.generation,
             parts.refit,
@@ -103,6 +103,7 @@ class RolloutTrainer(Trainer):
             recovery=recovery,
         )
         self.config = config
+        self.recovery = recovery
         self.policy = parts.policy
         self.generation = parts.generation
         self.refit = parts.refit

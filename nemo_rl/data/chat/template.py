@@ -205,14 +205,18 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_calls_and_tools(plain: list[dict[str, Any]], text: str, template: ChatTemplate, *, prompt: bool) -> None:
-    """Raises ValueError if the text does not change without the tool calls of a message, or without the tools.
+    """Raises ValueError if the text does not change without the tool calls of a message, without the last of several,
+    or without the tools.
 
     A message whose calls are not shown is empty, and would teach the model to say nothing.
     """
     advice = "take one that does with policy.tokenizer.chat_template"
-    for i in (i for i, message in enumerate(plain) if message.get("tool_calls")):
+    for i, calls in ((i, message["tool_calls"]) for i, message in enumerate(plain) if message.get("tool_calls")):
         if template.try_render([*plain[:i], _without_calls(plain[i]), *plain[i + 1 :]], prompt=prompt) == text:
             raise ValueError(f"the chat template does not show the tool calls of message {i} (from 0): {advice}")
+        fewer = {**plain[i], "tool_calls": calls[:-1]}
+        if len(calls) > 1 and template.try_render([*plain[:i], fewer, *plain[i + 1 :]], prompt=prompt) == text:
+            raise ValueError(f"the chat template does not show the last tool call of message {i} (from 0): {advice}")
     if template.tools and replace(template, tools=None).try_render(plain, prompt=prompt) == text:
         raise ValueError(f"the chat template does not show the tools: {advice}, or remove the tools")
 

@@ -213,12 +213,20 @@ def tree_conversations(tree: Mapping[str, Any], *, best_only: bool) -> list[list
 def split_preference(row: Row) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """(prompt, chosen answer, rejected answer) of a row; see `preference_processor`."""
     chosen, rejected = (as_messages(row[column], "assistant", column) for column in ("chosen", "rejected"))
-    if chosen[0]["role"] == "assistant" and row["prompt"] is not None:  # a KeyError names what an answer lacks
-        return as_messages(row["prompt"], "user", "prompt"), chosen, rejected
+    # A KeyError names what an answer lacks.
+    if "assistant" in (chosen[0]["role"], rejected[0]["role"]) and row["prompt"] is not None:
+        prompt = as_messages(row["prompt"], "user", "prompt")
+        return prompt, _behind(prompt, chosen), _behind(prompt, rejected)
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _behind(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An answer without the prompt, which it may repeat."""
+    size = len(prompt)
+    return answer[size:] if len(answer) > size and answer[:size] == prompt else answer
 
 
 def as_messages(value: Any, role: str, column: str) -> list[dict[str, Any]]:

@@ -241,6 +241,8 @@ def _given(row: Row, column: str) -> Any:
         return row[column]
     asked, after = _split(row["messages"], lambda role: role == "user")
     roles = ", ".join(message["role"] for message in after)
+    if len(after) == 1 and asked and not text_of(after[0].get("content")):
+        raise ValueError(f"the answer at the end of 'messages' has no text: write it, or add a column {column!r}")
     if not asked:
         raise ValueError(f"'messages' have no message of the user that could be answered, but {roles or 'nothing'}")
     if after:
@@ -276,8 +278,8 @@ def both_forms(row: Row) -> dict[str, Any]:
             raise ValueError(f"'messages' must be a list of {{role: a text, content}}, not {str(said)[:80]!r}")
         forms = dict(row)
         _, answers = _split(said, lambda role: role != "assistant")
-        if len(answers) == 1 and "expected_answer" not in row:
-            forms["expected_answer"] = text_of(answers[0].get("content"))
+        if len(answers) == 1 and "expected_answer" not in row and (text := text_of(answers[0].get("content"))):
+            forms["expected_answer"] = text
         asked, after = _split(said, lambda role: role == "user")
         if asked and len(after) == len(answers) <= 1 and "problem" not in row:
             forms["problem"] = text_or_parts(asked[-1].get("content"))

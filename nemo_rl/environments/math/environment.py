@@ -11,8 +11,8 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
-from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died, offered
-from nemo_rl.environments.rewards import as_response, find_answers, format_reward, response_text
+from nemo_rl.environments.math.verification import INTEGER, TURN_END, Verification, VerifierPool, died, offered
+from nemo_rl.environments.rewards import as_response, find_answers, format_reward, response_text, response_turns
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.task_formats import one_text
 
@@ -41,7 +41,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
         jobs = [
             Verification(
                 self.verifier,
-                response_text(log),
+                TURN_END.join(response_turns(log)),
                 one_text(known["ground_truth"], "as ground_truth"),
                 offered(known),
                 self.cfg.published_rules,

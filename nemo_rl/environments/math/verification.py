@@ -33,8 +33,13 @@ Verdict = tuple[bool, str | None]
 MAX_LOGGED_CHARACTERS = 200
 
 
+TURN_END = "\x1e"  # between the turns of a response; ASCII calls it the record separator
+
+
 class Verification(NamedTuple):
     """A response to check against a ground truth. `verifier` is a name of VERIFIERS.
+
+    Several turns of a response have `TURN_END` between them. The last turn that gives an answer is judged, alone.
 
     `options` are the letters of a multiple-choice question (`offered`). `published_rules` leaves out our corrections.
     """
@@ -131,30 +136,33 @@ def normalize_answer(text: str) -> str:
     return re.sub(r"\s+", "", text).rstrip(".")
 
 
-def english_multichoice(job: Verification) -> Verdict:
-    """The letter behind the last "Answer:" of the response."""
+def multichoice(job: Verification, *, multilingual: bool) -> Verdict:
+    """The letter behind the last word for "answer": in English, or in some twenty languages with their letters."""
     if job.published_rules:
-        answer = published.english_letter(job.response, job.options)
+        find = published.multilingual_letter if multilingual else published.english_letter
+        answer = find(job.response, job.options)
     else:
-        answer = find_letter(job.response, job.options, multilingual=False)
-    return answer == true_letter(job.ground_truth), answer
-
-
-def multilingual_multichoice(job: Verification) -> Verdict:
-    """The letter behind the last word for "answer", in any of some twenty languages, and their letters."""
-    if job.published_rules:
-        answer = published.multilingual_letter(job.response, job.options)
-    else:
-        answer = find_letter(job.response, job.options, multilingual=True)
+        answer = find_letter(job.response, job.options, multilingual)
     return answer == true_letter(job.ground_truth), answer
 
 
 VERIFIERS: dict[str, Callable[[Verification], Verdict]] = {
     "hf_math_verify": hf_math_verify,
     "dapo_math_verify": dapo_math_verify,
-    "english_multichoice": english_multichoice,
-    "multilingual_multichoice": multilingual_multichoice,
+    "english_multichoice": partial(multichoice, multilingual=False),
+    "multilingual_multichoice": partial(multichoice, multilingual=True),
 }
+
+
+def verdict_on(job: Verification) -> Verdict:
+    """The verdict on the last turn of the response that gives an answer."""
+    verify = VERIFIERS[job.verifier]
+    verdict: Verdict = (False, None)
+    for turn in reversed(job.response.split(TURN_END)):
+        verdict = verify(job._replace(response=turn))
+        if verdict[1] is not None:
+            break
+    return verdict
 
 
 # Processes
@@ -287,10 +295,10 @@ def main() -> None:
     replies.flush()
     for line in sys.stdin:
         job = Verification(*json.loads(line))
-        verifier = VERIFIERS[job.verifier]  # outside the try: an unknown name is not a wrong answer
+        assert job.verifier in VERIFIERS, job.verifier  # outside the try: an unknown name is not a wrong answer
         signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)  # SIGALRM at its default ends the process
         try:
-            verdict = verifier(job)
+            verdict = verdict_on(job)
         except WRONG as error:
             logger.info("%s: %r", job.verifier, error)
             verdict = (False, None)

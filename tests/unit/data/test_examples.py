@@ -104,7 +104,7 @@ def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short():
         (PAIRS, {"chosen": [USER, ANSWER], "rejected": [ASKED, TWO]}, "different_questions", ", column 'bad': it answ"),
         (
             PAIRS,
-            {**PAIR, "rejected": [ASKED, TWO]},
+            {**PAIR, "rejected": [USER, TWO]},
             "different_questions",
             ", column 'bad': it answers another question",
         ),
@@ -161,11 +161,13 @@ def test_pairs_of_different_questions_stop_the_run():
         {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, TWO]},
         {"chosen": [USER, call, result, TWO], "rejected": [USER, call, {**result, "content": "2"}, THREE]},
         {"chosen": [USER, TWO, ASKED, TWO], "rejected": [USER, THREE, USER, TWO]},
+        {"prompt": [USER], "chosen": [TWO], "rejected": [USER, THREE]},  # an answer may repeat the prompt
+        {"prompt": [USER], "chosen": [USER, TWO], "rejected": [THREE]},
     ]
     make = maker(PAIRS)
     check_examples(make, PromptDataset([NamedRows(name="rows", task_name="t", rows=sound)]), "data.train")
     rows = [*sound, *[{"chosen": [USER, TWO], "rejected": [ASKED, TWO]}] * 2]
-    told = "data.train, rows tried: in 2 of 5 rows chosen and rejected answer different .*; the first: row rows:3, col"
+    told = "data.train, rows tried: in 2 of 7 rows chosen and rejected answer different .*; the first: row rows:5, col"
     with pytest.raises(ValueError, match=told):
         check_examples(make, PromptDataset([NamedRows(name="rows", task_name="t", rows=rows)]), "data.train")
 

@@ -44,6 +44,10 @@ CASES = [
     Case([user("1+1"), assistant("5"), AGAIN], ["2"], "52", 0.0, "2"),
     Case([user("1+1"), assistant(r"\boxed{2}"), AGAIN], [r"\boxed{2}", "not sure"], "2", 1.0, "2"),
     Case([user("1+1")], ["5", "2"], "52", 0.0, "2"),
+    Case([user("1+1")], ["2", "1/2"], "1", 0.0, "1/2"),
+    Case([user("1+1")], ["1/", "2"], "1/2", 0.0, "2"),
+    Case([user("1+1")], [r"So \boxed{5}.", r"Sorry, \boxed{2}."], "2", 1.0, "2"),
+    Case([user("1+1")], [r"\boxed{5}", r"\boxed{2}"], "(5,2)", 0.0, "2"),
 ]
 
 
