@@ -140,7 +140,10 @@ class SimulatedPolicy:
     def keep_samples(self, folder: Path, max_tokens: int) -> None:
         pass
 
-    def write_samples(self, step: int) -> list[str]:
+    def write_samples(self, step: int) -> None:
+        pass
+
+    def samples_written(self) -> list[str]:
         return []
 
     def train(self, loss_fn: Any, task: Any, is_last_pass: bool = True) -> TrainResult:
@@ -218,7 +221,8 @@ def simulate(
         cluster = stack.enter_context(RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=4))
         trainer = _build(config, folder, times, cluster, stack, SimulatedRefit(each_step))
         assert trainer.tools.recorder is not None
-        trainer.tools.recorder.start({}, config.grpo.max_num_steps, trainer.policies[0])
+        trainer.tools.recorder.open({})
+        trainer.tools.recorder.start(config.grpo.max_num_steps, trainer.policies[0])
         trainer.start()
         trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

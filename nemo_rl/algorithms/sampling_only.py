@@ -107,7 +107,7 @@ class RolloutCollection(RolloutTrainer):
 
 
 def collect_rollouts(config: GRPOMasterConfig) -> int:
-    """Collect and record `grpo.max_num_steps` batches; returns the exit status (see `run_command`)."""
+    """Collect and record `grpo.max_num_steps` batches; returns the exit status (see `Command`)."""
     record = config.grpo.rollout_record.model_copy(update={"enabled": True})
     grpo = config.grpo.model_copy(update={"rollout_record": record, **UNTRAINED})
     config = config.model_copy(update={"grpo": grpo, "checkpointing": CheckpointingConfig(enabled=False)})

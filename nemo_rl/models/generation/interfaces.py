@@ -119,7 +119,7 @@ class EngineWorkerInterface(GenerationWorkerInterface):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the engine's thread, or its processes."""
+        """Stop the processes of the engine."""
 
 
 class GenerationInterface(ABC):
