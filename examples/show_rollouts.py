@@ -18,7 +18,7 @@ from rich.text import Text
 
 from nemo_rl.config.cli import Parser
 from nemo_rl.config.terminal import visible
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.rollouts.show_records import (
     FILTER_FIELDS,
     Decode,

@@ -30,7 +30,7 @@ from nemo_rl.config.sources import load_tree
 from nemo_rl.data.config import DatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.types import (
     DatumSpec,

@@ -149,7 +149,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of tiny:arithmetic, in Hugging Face format, as every test finds it that names the model so."""
-    from nemo_rl.data.tiny_model import resolve_model
+    from nemo_rl.data.model_folder import resolve_model
 
     path = tmp_path_factory.mktemp("models") / "tiny"
     shutil.copytree(resolve_model("tiny:arithmetic"), path)

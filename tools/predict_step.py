@@ -26,7 +26,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.cli import Parser
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.terminal import visible
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.models.policy.flops import (
     EXPECTED,
     GENERATION,

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if base is None and not given.adapter_only:
         parser.error("name the base model: --base-model, or --base-ckpt")
 
-    from nemo_rl.data.tiny_model import resolve_model
+    from nemo_rl.data.model_folder import resolve_model
     from nemo_rl.models.policy.convert import convert_adapter, copy_adapter, find_adapter
 
     try:

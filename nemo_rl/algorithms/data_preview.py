@@ -31,10 +31,10 @@ from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
 from nemo_rl.config.terminal import visible
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import PromptProcessor, StreamedRows, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
-from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.types import PREVIEW, Example, ExampleMeta, MakeExample, Prompt

@@ -20,15 +20,13 @@ import hashlib
 import json
 import logging
 import random
-import shutil
-import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.utils.files import file_lock
+from nemo_rl.utils.files import make_once
 from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.registry import import_object
 
@@ -125,13 +123,11 @@ RECIPES: dict[str, TinyModelRecipe] = {
 }
 
 
-def resolve_model(name: str) -> str:
-    """The directory of the model `tiny:<recipe>`, which is made on first use; any other name or path unchanged.
+def resolve_tiny_model(name: str) -> str:
+    """The directory of the model `tiny:<recipe>`, which is made on first use.
 
     Raises ValueError for an unknown recipe.
     """
-    if not name.startswith(TINY_MODEL_PREFIX):
-        return name
     recipe = _recipe(name)
     directory = f"tiny-{name.removeprefix(TINY_MODEL_PREFIX)}-{recipe_hash(recipe)}"
     return ensure_tiny_model(cache_root() / directory, recipe)
@@ -171,17 +167,11 @@ def recipe_hash(recipe: TinyModelRecipe) -> str:
 
 def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> str:
     """The directory of a finished tiny model, which is made if it does not exist. Safe with several processes."""
-    import torch
 
-    target = Path(directory).expanduser().absolute()
-    if target.is_dir():
-        return str(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(target.with_name(target.name + ".lock")):
-        if target.is_dir():  # another process has made it meanwhile
-            return str(target)
+    def make(work: Path) -> None:
+        import torch
+
         logger.info("making the tiny model in %s (once; a minute, or two with images)", target)
-        work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
         num_threads = torch.get_num_threads()
         try:
             # One thread: the order of float additions is then fixed, and on busy cores it is also faster for sizes like
@@ -194,12 +184,11 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
             model.generation_config.temperature = 1.0
             model.save_pretrained(work)
             processor.save_pretrained(work)
-            work.chmod(0o755)
-            work.rename(target)
         finally:
             torch.set_num_threads(num_threads)
-            shutil.rmtree(work, ignore_errors=True)
-    return str(target)
+
+    target = Path(directory).expanduser().absolute()
+    return str(make_once(target, make))
 
 
 def build_tiny_tokenizer(recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> PreTrainedTokenizerFast:

@@ -26,10 +26,10 @@ from nemo_rl.data.config import DatasetConfig, dataset_label, first_free
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, load_problem_table
 from nemo_rl.data.datasets.registry import all_rows, known_datasets
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
-from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import init_ray, shutdown_ray
 from nemo_rl.environments.config import MathEnvironmentConfig, judges_of, named_sections

@@ -6,13 +6,15 @@ they become the strings "NaN", "Infinity" and "-Infinity", which `float()` reads
 
 import errno
 import fcntl
+import glob
 import json
 import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,43 @@ def file_lock(path: Path) -> Iterator[None]:
             logger.info("Waiting for another process that holds %s", path)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def whole_or_not_at_all(output: Path) -> Iterator[Path]:
+    """A directory beside `output` to write into; it is renamed to `output` if the block succeeds.
+
+    Raises:
+        ValueError: `output` holds files already.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already; name a directory that is new or empty")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The directory `target`, which `make` fills if it does not exist.
+
+    Several processes may call this at the same time. If one is killed in `make`, the next one begins anew.
+    """
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(target.with_name(f"{target.name}.lock")):
+            if not target.is_dir():  # unless another process has made it meanwhile
+                for left in target.parent.glob(f"{glob.escape(target.name)}.partial-*"):  # of a process that was killed
+                    remove_tree(left)
+                with whole_or_not_at_all(target) as partial:
+                    make(partial)
+    return target
 
 
 def new_folder(parent: Path, prefix: str, first: int = 0) -> Path:

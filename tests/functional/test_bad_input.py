@@ -19,7 +19,8 @@ from nemo_rl.algorithms.ppo import prepare_ppo
 from nemo_rl.algorithms.run import USER_ERRORS, Run
 from nemo_rl.algorithms.supervised import prepare_rows
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
+from nemo_rl.data.model_folder import resolve_model
+from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager
 from nemo_rl.utils.checkpoint.manifest import find_damage
 from tests.functional.cli import SMALL
@@ -209,7 +210,7 @@ SPOILT: dict[str, Callable[[Path], None]] = {
     "names 1 files, of which 1 are missing: pytorch_model-2.bin; copy them too": torch_shard_missing,
     "pytorch_model.bin is cut short, or holds more than tensors ... write its tensors as model.safe": call_in_pickle,
     "has its weights in pickles that are not read (model.pt): load it with torch and write": renamed("model.pt"),
-    "has its weights in the format GGUF (model.gguf), which cannot be trained: name": renamed("model.gguf"),
+    "has its weights in the format GGUF (model.gguf): name a file, such as ": renamed("model.gguf"),
     "is an adapter and no model: name the model 'Qwen/Qwen2.5-1.5B', with the adapter in dtensor_cfg.lora_cfg": adapter,
     "' has no vocabulary (merges.txt, tokenizer.json, vocab.json); copy the tokenizer's": without("tokenizer.json"),
     "does not know ... tokenizer_config.json does not name": edited("tokenizer_config.json", pad_token=None),

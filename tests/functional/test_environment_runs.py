@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from tests.functional.cli import BARE, EXAMPLES, ends, example, keys, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.run import prepare, run_eval
 from nemo_rl.utils.checkpoint.manager import CheckpointManager

@@ -18,7 +18,7 @@ import torch
 from benchmarks import grpo_vs_trl
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from tests.functional.cli import ROOT, Finished, end, exact, run, run_until
 from tests.functional.faulty import processes_below
 from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device

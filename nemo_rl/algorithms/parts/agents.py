@@ -9,7 +9,7 @@ import ray
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.served import ServedChat
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.code.tools import find_calls

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from nemo_rl.algorithms.run import Command
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import PromptProcessor
-from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     BUILT_IN_TOOLS,

@@ -12,7 +12,7 @@ from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.parts.devices import Devices
 from nemo_rl.algorithms.run import Run
 from nemo_rl.data.chat.images import ImageReader, blank_image
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.distributed.worker_groups import require_shared
 from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, RolloutPolicyConfig, SecondModelConfig

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMast
 from nemo_rl.algorithms.parts.hardware import gpu_names
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
-from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
+from nemo_rl.data.model_folder import unmade_config
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, token_budgets
 from nemo_rl.models.policy.dtensor.lora import adapted_model
 from nemo_rl.models.policy.experts import num_experts
@@ -302,16 +302,17 @@ def _optimizer(settings: MegatronConfig, sizes: MegatronSizes, *, has_experts: b
 
 
 def local_config(policy: PolicyConfig) -> PretrainedConfig | None:
-    """config.json with `policy.hf_config_overrides`, of a directory, a `tiny:` model, or a hub model in the cache.
+    """The model's configuration with `policy.hf_config_overrides`.
+
+    The model is a directory, a GGUF file, a `tiny:` model, or one of the hub in the cache.
 
     None if it is not on this machine. ConfigError if it cannot be read.
     """
     name = policy.model_name
     as_trained = partial(scalar_config, policy=policy) if policy.reward_model_cfg.enabled else lambda config: config
     try:
-        if name.startswith(TINY_MODEL_PREFIX):
-            tiny = tiny_model_config(name)
-            return as_trained(type(tiny).from_dict({**tiny.to_dict(), **policy.hf_config_overrides}))
+        if (unmade := unmade_config(name)) is not None:
+            return as_trained(type(unmade).from_dict({**unmade.to_dict(), **policy.hf_config_overrides}))
         path = Path(name) / "config.json"
         if not path.is_file():
             try:

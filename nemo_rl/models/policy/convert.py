@@ -9,10 +9,8 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
@@ -39,7 +37,7 @@ from nemo_rl.refit.layout import merge
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.manifest import find_damage, sealed_digest, sealed_sizes
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, load_tensors, saved_tensors
-from nemo_rl.utils.files import file_lock, remove_tree
+from nemo_rl.utils.files import make_once, whole_or_not_at_all
 
 logger = logging.getLogger(__name__)
 
@@ -49,27 +47,6 @@ TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
-
-
-@contextmanager
-def _whole_or_not_at_all(output: Path) -> Iterator[Path]:
-    """A directory beside `output` to write into; it is renamed to `output` if the block succeeds.
-
-    Raises:
-        ValueError: `output` holds files already.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already; name a directory that is new or empty")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # -- a checkpoint -> a model directory
@@ -99,7 +76,7 @@ def convert_checkpoint(
     Raises:
         ValueError, CheckpointError, OSError: with what to change.
     """
-    with _whole_or_not_at_all(output) as partial:
+    with whole_or_not_at_all(output) as partial:
         source = find_source(checkpoint)
         chosen = None if dtype is None else DTYPES[dtype]
         saved = saved_tensors(source.weights)
@@ -220,7 +197,7 @@ def _copy_tokenizer(source: Source, output: Path) -> None:
 
 def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path) -> None:
     """`merge_adapter` into `output`, which appears when it is complete. ValueError also if it holds files already."""
-    with _whole_or_not_at_all(output) as partial:
+    with whole_or_not_at_all(output) as partial:
         merge_adapter(adapter, base_name, base_path, partial)
 
 
@@ -237,7 +214,7 @@ def find_adapter(checkpoint: Path) -> Path:
 def copy_adapter(adapter: Path, output: Path) -> None:
     """Copy an adapter in PEFT's format, with its tokenizer if it has one."""
     read_peft_adapter(adapter)
-    with _whole_or_not_at_all(output) as partial:
+    with whole_or_not_at_all(output) as partial:
         shutil.copytree(adapter, partial, dirs_exist_ok=True)
 
 
@@ -382,39 +359,31 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
     beside = step.absolute().parent
     folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
     model = folder / f"{step.name}-{digest[:12]}-{dtype}"
-    if not model.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(model.with_name(f"{model.name}.lock")):
-            if not model.is_dir():  # unless another process made it meanwhile
-                _convert(step.absolute(), model, dtype, resolve_base)
+    make_once(model, lambda partial: _convert(step.absolute(), partial, dtype, resolve_base))
     return CheckpointModel(model=model, step=step, digest=digest)
 
 
 def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
-    for left in target.parent.glob(f"{target.name}.partial-*"):  # of a process that was killed
-        remove_tree(left)
     policy = step / "policy"
     consolidated, tokenizer = policy / "weights" / "consolidated", policy / "tokenizer"
     if (consolidated / "config.json").is_file():
-        with _whole_or_not_at_all(target) as partial:
-            for file in (file for folder in (consolidated, tokenizer) if folder.is_dir() for file in folder.iterdir()):
-                if not (partial / file.name).is_symlink():
-                    # Relative links survive a move of the run.
-                    (partial / file.name).symlink_to(os.path.relpath(file, partial))
+        for file in (file for folder in (consolidated, tokenizer) if folder.is_dir() for file in folder.iterdir()):
+            if not (target / file.name).is_symlink():
+                # Relative links survive a move of the run.
+                (target / file.name).symlink_to(os.path.relpath(file, target))
         return
-    logger.info("converting %s into %s (once; it may be deleted)", step, target)
+    logger.info("converting %s into %s (once; it may be deleted)", step, target.parent)
     if not (policy / "adapter" / ADAPTER_CONFIG).is_file():
         convert_checkpoint(step, target, dtype)
         return
     name = read_peft_adapter(policy / "adapter").base_model_name
     assert name is not None, "adapters of this library name their base model"
-    with _whole_or_not_at_all(target) as partial:
-        merge_adapter(policy / "adapter", name, resolve_base(name), partial)
-        if (policy / "config.json").is_file():  # with the overrides of the training run
-            shutil.copy(policy / "config.json", partial)
-        if tokenizer.is_dir():
-            _replace_tokenizer(tokenizer, partial)
-            shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+    merge_adapter(policy / "adapter", name, resolve_base(name), target)
+    if (policy / "config.json").is_file():  # with the overrides of the training run
+        shutil.copy(policy / "config.json", target)
+    if tokenizer.is_dir():
+        _replace_tokenizer(tokenizer, target)
+        shutil.copytree(tokenizer, target, dirs_exist_ok=True)
 
 
 def _steps(path: Path) -> list[Path]:

@@ -236,8 +236,8 @@ def _other_form(path: Path) -> str:
         )
     if found := [file.name for file in files if file.suffix == ".gguf"]:
         return (
-            f"has its weights in the format GGUF ({some_of(found, 4)}), which cannot be trained: name the model that "
-            "they were made from, a directory or a Hugging Face name with *.safetensors"
+            f"has its weights in the format GGUF ({some_of(found, 4)}): name a file, such as {path / found[0]}, or "
+            "the model that it was made from"
         )
     if found := [file.name for file in files if file.suffix in PICKLES]:
         return f"has its weights in pickles that are not read ({some_of(found, 4)}): {_CONVERT}"
