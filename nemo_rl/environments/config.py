@@ -23,9 +23,11 @@ from nemo_rl.environments.section_parts import (
     PatternWithGroup,
     ProgramsConfig,
     PyExecutable,
+    SandboxConfig,
 )
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
+from nemo_rl.utils.task_formats import REASONING_GYM
 
 ENV_REGISTRY: dict[str, str] = {
     "agent": "nemo_rl.environments.agents.runner.AgentRunner",
@@ -40,6 +42,7 @@ ENV_REGISTRY: dict[str, str] = {
     "python_tools": "nemo_rl.environments.code.tools.PythonToolEnvironment",
     "remote": "nemo_rl.environments.remote.RemoteEnvironment",
     "retrieval": "nemo_rl.environments.retrieval.RetrievalEnvironment",
+    "reasoning_gym": "nemo_rl.environments.reasoning_gym.ReasoningGymEnvironment",
     "reward_model": "nemo_rl.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle_game": "nemo_rl.environments.sliding_puzzle.SlidingPuzzleEnv",
     "vlm": "nemo_rl.environments.composite.CompositeEnvironment",
@@ -317,6 +320,31 @@ class RetrievalEnvironmentConfig(ActorsConfig):
             )
 
 
+class ScorerSandboxConfig(SandboxConfig):
+    """Limits of scorers."""
+
+    time_limit_s: float = Field(default=5.0, gt=0)
+    """Wall-clock seconds of one scorer; after them the answer counts as wrong."""
+
+    memory_mib: int = Field(default=4096, ge=64)
+    """Address space of one scorer in MiB; with its packages it begins with hundreds."""
+
+
+class ReasoningGymEnvironmentConfig(ActorsConfig):
+    """Tasks of reasoning-gym; each has a scorer of its own."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+
+    py_executable: PyExecutable | None = REASONING_GYM
+    """The Python of the actors, which has the package: by default it is installed at first use. null: the run's."""
+
+    num_workers: int = Field(default=2, ge=1)
+    """Answers that are scored at the same time."""
+
+    sandbox: ScorerSandboxConfig = ScorerSandboxConfig()
+    """Limits of the scorers: some of them evaluate the answer as Python."""
+
+
 class SlidingPuzzleGameConfig(StrictModel):
     """The boards. The dataset takes the values from here, by interpolation in its `kwargs`."""
 
@@ -566,6 +594,7 @@ AnyEnvironmentConfig = Annotated[
     | Annotated[MathEnvironmentConfig, Tag("math")]
     | Annotated[McpEnvironmentConfig, Tag("mcp")]
     | Annotated[RetrievalEnvironmentConfig, Tag("retrieval")]
+    | Annotated[ReasoningGymEnvironmentConfig, Tag("reasoning_gym")]
     | Annotated[RewardModelEnvironmentConfig, Tag("reward_model")]
     | Annotated[SlidingPuzzleEnvironmentConfig, Tag("sliding_puzzle_game")]
     | Annotated[EnvironmentConfig, Tag("other")],
@@ -639,7 +668,7 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
         runs_python = not isinstance(config, PythonToolsEnvironmentConfig) or "python" in config.tools
         if isinstance(config, LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig):
             limit = config.time_limit_s
-        elif isinstance(config, ProgramsConfig) and runs_python:
+        elif isinstance(config, ProgramsConfig | ReasoningGymEnvironmentConfig) and runs_python:
             key, limit = "sandbox.time_limit_s", config.sandbox.time_limit_s
         if limit >= step_timeout_s:
             yield (

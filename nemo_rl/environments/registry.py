@@ -136,7 +136,7 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     # The worker process imports the class by name, so it needs the import paths of this process.
     runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
     if (py_executable := own_python(env_config)) is not None:
-        from nemo_rl.environments.own_python import runtime_env_of
+        from nemo_rl.distributed.own_python import runtime_env_of
 
         runtime_env = runtime_env_of(py_executable, f"env.{env_name}.py_executable")
     if py_executable is None or isinstance(env_config, AgentEnvironmentConfig):

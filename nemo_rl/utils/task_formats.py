@@ -121,6 +121,11 @@ def find_action(turn: str) -> Action:
     return Action(answer=boxed[-1].strip()) if boxed else Action()
 
 
+# Reasoning gym: the package that makes items of its tasks and scores answers to them
+
+REASONING_GYM = ["reasoning-gym>=0.1.25,<0.2"]
+
+
 # Tools: the `tools` of a chat template, in OpenAI's format
 
 

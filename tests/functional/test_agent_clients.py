@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.environments.own_python import python_of
+from nemo_rl.distributed.own_python import python_of
 from nemo_rl.utils.venvs import VenvBuildError, run_uv
 from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, free_port, keys, run
 

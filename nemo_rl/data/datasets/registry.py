@@ -23,6 +23,7 @@ GENERATED = {
     "arithmetic_preference": f"{_PACKAGE}.arithmetic:load_arithmetic_preference",
     "lookup": f"{_PACKAGE}.lookup:load_lookup",
     "code_arithmetic": f"{_PACKAGE}.arithmetic:load_code_arithmetic",
+    "reasoning_gym": f"{_PACKAGE}.reasoning_gym:load_reasoning_gym",
     "shapes": f"{_PACKAGE}.shapes:load_shapes",
     "sliding_puzzle": f"{_PACKAGE}.sliding_puzzle:load_sliding_puzzle",
     "tool_arithmetic": f"{_PACKAGE}.arithmetic:load_tool_arithmetic",

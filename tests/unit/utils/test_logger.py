@@ -24,7 +24,7 @@ import torch
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from nemo_rl.environments.own_python import python_of
+from nemo_rl.distributed.own_python import python_of
 from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
 from nemo_rl.utils.logger import LogError, Logger, check_packages, get_next_experiment_dir
 from nemo_rl.utils.trackers import RETRY_S, GuardedTracker

@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Collection
@@ -93,7 +92,9 @@ print(json.dumps([name for name, actions in attempts.items() if any([works(actio
 
 class _Server(LineWorker[Program, SandboxResult]):
     def __init__(self, directory: str, cfg: SandboxConfig, mechanisms: Collection[str]) -> None:
-        paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if cfg.site_packages else []
+        # Several: an environment of requirements shows the packages of the run below its own.
+        of_packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        paths = of_packages if cfg.site_packages else []
         self.directory = directory
         self.patience_s = cfg.time_limit_s + GRACE_S
         # Drawn at random, as pools of other processes and containers draw from the same ranges.

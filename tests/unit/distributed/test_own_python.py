@@ -12,8 +12,8 @@ import ray
 import six
 import torch
 
+from nemo_rl.distributed.own_python import python_of
 from nemo_rl.environments.config import EnvironmentConfig
-from nemo_rl.environments.own_python import python_of
 from nemo_rl.environments.registry import create_env, end_envs, wait_for_envs
 from nemo_rl.utils.venvs import VenvBuildError
 from tests.conversations import user
@@ -86,7 +86,7 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
     assert (folder / "ended").exists()
 
 
-def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
+def test_an_overlay_has_only_what_the_run_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have = importlib.metadata.version("six")
     for version in (have, "99.1"):
         wheel(folder, "six", version, "")
@@ -100,7 +100,12 @@ def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
     code = "import lone, six, importlib.util as util; print(six.__file__, util.find_spec('torch').origin, sep='\\n')"
     shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == [six.__file__, torch.__file__]
+    made = Path(python).lstat().st_ctime_ns
+    vendored = Path(six.__file__).parent / "setuptools" / "_vendor"  # on the path once somebody imports setuptools
+    monkeypatch.syspath_prepend(vendored)
+    assert list(importlib.metadata.distributions(path=[str(vendored)]))
     assert python_of("judge/requirements.txt", KEY) == python
+    assert Path(python).lstat().st_ctime_ns == made, "it was made again"
     python = python_of(["lone", "newer", "--no-index", f"--find-links {folder}"], KEY)
     assert packages_of(python) == {"lone", "newer", "six"}
 

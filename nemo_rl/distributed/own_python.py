@@ -1,4 +1,4 @@
-"""Environments whose actor has a Python of its own: `env.<name>.py_executable`.
+"""A Python of its own for the actors of an environment (`env.<name>.py_executable`), or for a dataset's items.
 
 A list of requirements becomes an overlay: a small virtual environment that has only the packages that the run's own
 environment lacks or has in another version, and shows the run's packages below them. torch, Ray and this library are
@@ -35,22 +35,18 @@ def runtime_env_of(py_executable: str | Sequence[str], key: str) -> dict[str, An
     """
     python = python_of(py_executable, key)
     # The driver's import paths without its packages, which would come before the packages of the actor's environment.
-    library = os.path.realpath(sysconfig.get_path("stdlib"))
-    # Folders inside the packages too: setuptools adds one of its own when it is imported.
-    taken = [library, *map(os.path.realpath, _package_folders())]
-    paths = [
-        path
-        for path in sys.path
-        if path and not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in taken)
-    ]
+    paths = _paths_outside([os.path.realpath(sysconfig.get_path("stdlib")), *_package_folders()])
     return {"py_executable": python, "env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
 
 
-def python_of(py_executable: str | Sequence[str], key: str) -> str:
-    """The path of a Python: of a list or file (`.txt`) of requirements, of an extra of the project, or the given one.
+def python_of(py_executable: str | Sequence[str] | None, key: str) -> str:
+    """The path of a Python: of a list or file (`.txt`) of requirements, of an extra of the project, or the given one;
+    of this process for None.
 
     Raises as `runtime_env`.
     """
+    if py_executable is None:
+        return sys.executable
     if not isinstance(py_executable, str):
         return _with_requirements("\n".join(py_executable), None, key)
     if py_executable.endswith(".txt"):
@@ -85,7 +81,9 @@ def _with_requirements(text: str, file: Path | None, key: str) -> str:
 def ensure_overlay(path: Path, text: str, file: Path | None, folder: Path, key: str, *, force: bool) -> str:
     """Make the overlay on this machine unless it is up to date. Returns the path of its Python."""
     # Name -> version of every package of this process; the first one on sys.path counts.
-    found = [(canonicalize_name(each.metadata["Name"]), each.version) for each in importlib.metadata.distributions()]
+    paths = [*_package_folders(), *_paths_outside(_package_folders())]
+    distributions = importlib.metadata.distributions(path=sorted(paths, key=sys.path.index))
+    found = [(canonicalize_name(each.metadata["Name"]), each.version) for each in distributions]
     installed = dict[str, str](reversed(found))
     versions = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
     stamp = {"requirements": text, "python": sys.version, "below": hashlib.sha256(versions.encode()).hexdigest()}
@@ -153,6 +151,16 @@ def _contradiction(line: str) -> str | None:
         return None
     asked = f"{name} @ {requirement.url}" if requirement.url else f"{name}{requirement.specifier}"
     return f"{asked}, and the run has {name} {version}"
+
+
+def _paths_outside(folders: Sequence[str]) -> list[str]:
+    """The import paths outside of these folders; setuptools adds one inside its own package when it is imported."""
+    real = [os.path.realpath(folder) for folder in folders]
+    return [
+        path
+        for path in sys.path
+        if path and not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in real)
+    ]
 
 
 def _package_folders() -> list[str]:
