@@ -1,5 +1,11 @@
 """Errors of workers, as the controller raises them."""
 
+from ray.exceptions import OutOfMemoryError, RayActorError
+
+ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
+"""How Ray reports that the process of an actor is gone. The second: Ray killed it, because a machine ran low on memory.
+"""
+
 
 class ResourceInsufficientError(RuntimeError):
     """The cluster has too few resources; the message lists the difference node by node."""
@@ -49,6 +55,19 @@ class WorkerDied(WorkerError):
 
 class WorkerHang(WorkerError):
     """The worker did not answer in time; the message holds its Python stacks."""
+
+
+def death_text(error: RayActorError | OutOfMemoryError) -> str:
+    """Ray's message. For want of memory: how much there was, the largest processes, and a remedy."""
+    if not isinstance(error, OutOfMemoryError):
+        return str(error)
+    memory = str(error).partition(" was ")[2].partition("\n")[0]  # 22.36GB used / 23.54GB limit (0.95)
+    largest = str(error).partition("Top 10 memory users: ")[2].partition("Refer to ")[0].strip()
+    return (
+        f"Ray killed it, because its machine ran low on memory: {memory}. Give the run more memory, end other "
+        "processes there, or lower its batch sizes: --dry-run predicts the memory of each worker. The largest "
+        f"processes:\n{largest}"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -27,11 +27,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.actor_host import HostIdentity, Method, actor_class
-from nemo_rl.distributed.errors import RayLost, WorkerCallError, WorkerDied, WorkerError, WorkerHang
+from nemo_rl.distributed.errors import (
+    ACTOR_DEATHS,
+    RayLost,
+    WorkerCallError,
+    WorkerDied,
+    WorkerError,
+    WorkerHang,
+    death_text,
+)
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, ray_loss
 
@@ -596,10 +604,10 @@ def _get(ref: ray.ObjectRef, call: _Call) -> Any:
         text = f"{worker} failed in {method}: {cause}\n{cause.remote_traceback}"
         kind, remote = cause.exception_type, cause.remote_traceback
         raise WorkerError(text, **call.names, exception_type=kind, remote_traceback=remote) from None
-    except RayActorError as error:
+    except ACTOR_DEATHS as error:
         if (loss := ray_loss()) is not None:
             raise RayLost(f"{worker} died in {method}: {loss}") from None
-        raise WorkerDied(f"{worker} died in {method}: {error}{_log_tail(worker)}", **call.names) from None
+        raise WorkerDied(f"{worker} died in {method}: {death_text(error)}{_log_tail(worker)}", **call.names) from None
 
 
 def _death_among(calls: Mapping[ray.ObjectRef, _Call]) -> WorkerDied | None:

@@ -20,11 +20,12 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_calls import BatchedCalls
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.errors import ACTOR_DEATHS, death_text
 from nemo_rl.environments.interfaces import MESSAGE_KEYS, EnvironmentInterface, EnvironmentReturn, mean_metrics, total
 from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus, are_stop_strings
 
@@ -177,8 +178,8 @@ class EnvironmentClient:
                 f"environment {self.name!r} did not answer {len(batch)} conversations within {self.step_timeout_s:g} s "
                 "and is restarted"
             ) from None
-        except RayActorError as error:
-            raise _ActorDied(str(error)) from error
+        except ACTOR_DEATHS as error:
+            raise _ActorDied(death_text(error)) from error
         except RayError as error:  # e.g. this process cannot import the class of a value
             raise StepRefused(f"the answer of environment {self.name!r} cannot be read: {error}") from error
         return split_return(returned, len(batch), self.name)
@@ -201,11 +202,11 @@ class EnvironmentClient:
             except TimeoutError as error:
                 self._end()
                 raise _ActorDied(f"its new process does not answer within {limit:g} s") from error
-            except RayActorError as error:
+            except ACTOR_DEATHS as error:
                 # A call that still reached the ending process fails with it. That says nothing about the next process.
                 is_ending = self._ended_at is not None and loop.time() < self._ended_at + END_TIMEOUT_S
                 if not is_ending and not isinstance(error, ActorUnavailableError):
-                    raise _ActorDied(str(error)) from error  # gone for good, e.g. its constructor raises
+                    raise _ActorDied(death_text(error)) from error  # gone for good, e.g. its constructor raises
                 if loop.time() > deadline:
                     raise _ActorDied(f"no new process within {limit:g} s: {error}") from error
                 await asyncio.sleep(RESTART_POLL_S)

@@ -10,10 +10,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorClass
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
 from nemo_rl.config.loader import build_config
 from nemo_rl.config.rules import StrictModel
+from nemo_rl.distributed.errors import ACTOR_DEATHS, death_text
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ray_loss
 from nemo_rl.environments.client import RESTART_POLL_S, cause_of
 from nemo_rl.environments.config import (
@@ -166,6 +167,8 @@ def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None
                 f"use (env.{name}.resources: lower gpus_per_node, there or in cluster), or for its model to be "
                 "loaded (raise cluster.worker_timeout_s)"
             ) from error
+        except OutOfMemoryError as error:
+            raise ValueError(f"environment {name!r} (env.{name}) cannot be started: {death_text(error)}") from error
         except RayActorError as error:
             lines = [line.strip() for line in str(error).strip().splitlines()]
             where = next((line for line in reversed(lines) if line.startswith("File ")), "no stack is known")
@@ -212,7 +215,7 @@ def _lives(actor: Any, deadline: float) -> bool:
             if left < 0:
                 raise
             time.sleep(RESTART_POLL_S)
-        except RayActorError:  # it could not be constructed, or ended too often
+        except ACTOR_DEATHS:  # it could not be constructed, or ended too often
             return False
 
 

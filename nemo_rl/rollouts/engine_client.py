@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from nemo_rl.distributed.actor_host import Method, call_worker
 from nemo_rl.distributed.batched_calls import BatchedCalls
-from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.distributed.errors import ACTOR_DEATHS, WorkerCallError, death_text
 from nemo_rl.models.generation.interfaces import EngineDied, GenerationWorkerInterface
 from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
 
@@ -262,8 +262,8 @@ class EngineClient:
                     health = call_worker(self.replica, GenerationWorkerInterface.check_health)
                     await asyncio.wait_for(health, self._timeout_s / 2)
             return call.result()
-        except RayActorError as error:
-            raise EngineDied(f"{self.name}: {error}") from error
+        except ACTOR_DEATHS as error:
+            raise EngineDied(f"{self.name}: {death_text(error)}") from error
         except TimeoutError:
             name, limit_s = method.__name__, self._timeout_s
             raise EngineDied(f"{self.name} ({name}) gave no sign of life within {limit_s:g} s") from None

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
+from nemo_rl.distributed.errors import ACTOR_DEATHS, death_text
 from nemo_rl.types import GroupHandle, RolloutGroup
 
 KEEPER = "group_keeper"
@@ -74,8 +75,8 @@ def loss_of(keeper: Any) -> str | None:
         ray.get(keeper.ping.remote(), timeout=_TIMEOUT_S)
     except GetTimeoutError:
         return f"it does not answer within {_TIMEOUT_S:g} s"
-    except RayActorError as death:
-        return str(death)
+    except ACTOR_DEATHS as death:
+        return death_text(death)
     return None
 
 
@@ -90,8 +91,8 @@ async def store(keeper: Any, groups: Sequence[RolloutGroup], limit_s: float) -> 
             refs = await keeper.keep.remote(list(map(packed, parcels)))
     except TimeoutError:
         raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
-    except RayActorError as error:
-        raise KeeperLost(str(error)) from error
+    except ACTOR_DEATHS as error:
+        raise KeeperLost(death_text(error)) from error
     except RayTaskError as error:
         raise KeeperLost(f"{type(error.cause).__name__}: {error.cause}") from error
     pairs = zip(parcels, refs, strict=True)

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl.distributed.actor_host import call_worker
-from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.distributed.errors import ACTOR_DEATHS, WorkerDied, death_text
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
@@ -179,8 +179,8 @@ class HfWorker(GenerationWorkerInterface):
             raise EngineDied(self._death)
         try:  # waits as long as a rank is stopped
             await asyncio.gather(*(rank.phase.remote() for rank in self._ranks))
-        except RayActorError as error:
-            raise EngineDied(f"a worker of the policy died: {error}") from error
+        except ACTOR_DEATHS as error:
+            raise EngineDied(f"a worker of the policy died: {death_text(error)}") from error
 
     async def ping(self) -> None:
         """Return while this process lives."""
@@ -218,8 +218,8 @@ class HfWorker(GenerationWorkerInterface):
         ]
         try:
             answers = [answer for part in await asyncio.gather(*calls) for answer in part]
-        except RayActorError as error:
-            self._death = f"a worker of the policy died: {error}"
+        except ACTOR_DEATHS as error:
+            self._death = f"a worker of the policy died: {death_text(error)}"
             answers = _failures(self._in_batch, EngineDied.__name__, self._death)
         except RayTaskError as error:
             answers = _failures(

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -282,3 +283,31 @@ def test_conflicting_versions_side_by_side(ray_local: None, tmp_path: Path, monk
     ):
         versions = [group.call_one(0, EchoWorker.apply, lambda: __import__("six").__version__) for group in (old, new)]
         assert versions == ["1.16.0", "1.17.0"]
+
+
+LOW_ON_MEMORY = """
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_local_ray
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from tests.unit.distributed.conftest import ECHO
+from tests.unit.distributed.workers import EchoWorker
+start_local_ray(num_cpus=2, object_store_gb=0.1, forks_workers=False)
+with RayVirtualCluster([1], use_gpus=False, max_colocated_worker_groups=1, name="low") as cluster:
+    try:
+        with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
+            group.call_all(EchoWorker.sleep_on, 0, 60)
+    except WorkerDied as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_ray_kills_for_want_of_memory_has_died_and_the_message_has_the_figures() -> None:
+    """Ray reports it with another exception than any other death."""
+    low = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOW_ON_MEMORY], env={**os.environ, **low}, capture_output=True, text=True
+    )
+    told = r"policy-0 \(rank 0.*\) died in \w+: Ray killed it, because its machine ran low on memory \(.*GB used / .*GB"
+    assert re.search(told, done.stdout), done.stdout + done.stderr[-2000:]
+    assert re.search(r"^\d+\t\d+\.\d+\t\S+", done.stdout, re.M), done.stdout

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 import torch
-from ray.exceptions import RayActorError, RaySystemError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError, RayTaskError
 
 from nemo_rl.environments import registry
 from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, EnvironmentPool, split_return
@@ -141,7 +141,7 @@ class Measuring(FakeActor):
 
 
 def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
-    for first in (BUSY, RayActorError()):
+    for first in (BUSY, RayActorError(), OutOfMemoryError("low on memory")):
         client = EnvironmentClient("maze", Measuring(first, accuracy=0.5), 5)
         assert asyncio.run(client.metrics({})) == {"accuracy": 0.5}
     with pytest.raises(EnvironmentFailure, match="'maze': global_post_process_and_metrics failed: OSError"):
