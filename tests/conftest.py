@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 folders[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
                 tests[report.nodeid] += report.duration
-                marked = [name for name in ("slow", "families", "faults", "soak") if name in report.keywords]
+                marked = [name for name in ("slow", "families", "faults", "soak", "learns") if name in report.keywords]
                 told = {"over_20s": marked[0]} if marked else dict(report.user_properties)
                 why[report.nodeid] = told.get("over_20s", why.get(report.nodeid, ""))
     if not tests:
