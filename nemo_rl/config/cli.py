@@ -1,11 +1,13 @@
 """The command line of every run script: --config, --dry-run, --help and overrides."""
 
 import argparse
+import logging
 import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -105,6 +107,9 @@ def load_from_command_line[M: BaseModel](
     parser.add_argument(
         "--dry-run", action="store_true", help="print the whole configuration and what would run where, then exit"
     )
+    parser.add_argument(
+        "--remarks", action="store_true", help="print how each key of a file in NeMo RL's form is understood"
+    )
     if plan is not None:
         parser.add_argument(
             "--plan", metavar="NxMxGPU", help="propose a layout for N nodes of M GPUs, such as 4x8xH100, then exit"
@@ -112,13 +117,16 @@ def load_from_command_line[M: BaseModel](
     arguments, rest = parser.parse_known_args(argv)
     options = [text for text in rest if text.startswith("-")]
     if options:
-        parser.error(f"unknown option {options[0]}; there are --config, --dry-run and --help, and overrides a.b=1")
+        parser.error(
+            f"unknown option {options[0]}; there are --config, --dry-run, --remarks and --help, and overrides a.b=1"
+        )
     # Hydra and OmegaConf load here: --help does not need them.
     from nemo_rl.config.loader import dump_config, load_config
 
     try:
         file = _existing(arguments.config, default_config)
-        config = load_config(model, file, rest)
+        with _remarks_shown() if arguments.remarks else nullcontext():
+            config = load_config(model, file, rest)
         if arguments.dry_run:
             sys.stdout.write(visible(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n"))
             parser.exit(0)
@@ -131,6 +139,20 @@ def load_from_command_line[M: BaseModel](
         parser.exit(2, f"error: {error}\n")
     SOURCES.append(ConfigSource(model, file, rest))
     return config
+
+
+@contextmanager
+def _remarks_shown() -> Iterator[None]:
+    """The loader's remarks go to stderr."""
+    logger, handler = logging.getLogger("nemo_rl.config"), logging.StreamHandler(sys.stderr)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _quit_at_a_signal() -> None:

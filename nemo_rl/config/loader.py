@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 def load_config[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str] = ()) -> M:
     """Load `path` with its parents, apply `overrides` (Hydra's grammar), and build `model`.
 
+    A file of NeMo RL gives one warning with the number of remarks, which are messages of level INFO.
+
     Raises ConfigError with everything that is wrong.
     """
     return _build(model, load_tree(path), overrides)
@@ -110,8 +112,12 @@ def _built[M: BaseModel](
     try:
         config = model.model_validate(tree.values)
         if not problems:
-            for remark, remarked in translator.remarks.items() if translator is not None else ():
-                logger.warning("%s: %s", ", ".join(remarked), remark)
+            if translator is not None and translator.remarks:
+                number = len(translator.remarks)
+                remarks = "1 remark" if number == 1 else f"{number} remarks"
+                logger.warning("the configuration is in NeMo RL's form: it loads, with %s (see --remarks)", remarks)
+                for remark, remarked in translator.remarks.items():
+                    logger.info("%s: %s", ", ".join(remarked), remark)
             return config
     except ValidationError as error:
         reported = {problem.path for problem in problems}
@@ -124,7 +130,10 @@ def _built[M: BaseModel](
         """Whether `path` is a default that only repeats another key: the problem is reported for that key."""
         return bool(path) and path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
 
-    raise ConfigError([problem for problem in problems if not repeats_another(problem.path)] or problems)
+    problems = [problem for problem in problems if not repeats_another(problem.path)] or problems
+    if translator is not None and any(problem.message.startswith("unknown key") for problem in problems):
+        problems += translator.newer()
+    raise ConfigError(problems)
 
 
 # Interpolation

@@ -25,7 +25,6 @@ ALIASES = {
 
 MOVED = {
     "eval.pass_k_value": "k_value",
-    "loop.num_val_generations_per_prompt": "val_num_generations_per_prompt",
     "value_loss_fn.cliprange": "value_clip",
     "checkpointing.is_async": "async_save",
 }
@@ -40,7 +39,7 @@ NULL_IS_THE_DEFAULT = (
     *("model.megatron_cfg.peft", "model.megatron_cfg.distributed_data_parallel_config", "model.reward_model_cfg"),
     *("model.megatron_cfg.scheduler.lr_warmup_iters", "model.dtensor_cfg.env_vars", "model.dtensor_cfg.lora_cfg"),
     *("model.dynamic_batching", "model.sequence_packing", "generation.colocated", "generation.vllm_kwargs"),
-    *("generation.vllm_cfg.env_vars", "ppo.policy_training_start_step"),
+    *("generation.vllm_cfg.env_vars", "ppo.policy_training_start_step", "dataset.seed", "grpo.async_grpo"),
 )
 """Keys that may be null in NeMo RL and not here."""
 
@@ -89,7 +88,8 @@ _PACKING = {
 MANY_STEPS = 1_000_000
 """`max_num_steps` from which on epochs end a run."""
 
-_SCHEDULER = "megatron_cfg.scheduler"
+_SCHEDULER, _SPECULATION = "megatron_cfg.scheduler", "vllm_kwargs.speculative_config"
+_ASYNC = "grpo.async_grpo"
 VALUES: Rules = {
     "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
     "ppo.adv_estimator.length_adaptive_alpha: ppo.adv_estimator.length_adaptive_alpha=0 -> null": (
@@ -107,6 +107,10 @@ VALUES: Rules = {
     "model.megatron_cfg.moe_token_dispatcher_type: megatron_cfg.moe_token_dispatcher_type=flex -> alltoall": (
         "alltoall: another way of the same tokens to their experts"
     ),
+    "model.megatron_cfg.optimizer.params_dtype: megatron_cfg.optimizer.params_dtype != float32 -> float32": (
+        "float32, as NeMo RL keeps main parameters whatever it says; precision is the type of the model's weights"
+    ),
+    f"generation.{_SPECULATION}.method: {_SPECULATION}.method=deepseek_mtp -> mtp": "deepseek_mtp is mtp today",
     "generation.vllm_cfg.expert_parallel_size: vllm_cfg.expert_parallel_size > 1 and "
     "vllm_cfg.expert_parallel_size <= {vllm_cfg.tensor_parallel_size} -> 1": (
         "an engine splits experts like its other layers"
@@ -118,8 +122,57 @@ VALUES: Rules = {
         for old, new in _PACKING.items()
     },
     "environment.verifier_type: verifier_type=multichoice -> english_multichoice": "multichoice has a language today",
+    # A metric that ends the run.
+    "loop.early_stopping.metric_name: stop_at_validation_metric -> val:{stop_at_validation_metric}": (
+        "the run ends when stop_at_validation_metric reaches stop_at_validation_threshold"
+    ),
+    **{
+        f"loop.early_stopping.{key}: stop_at_validation_metric{more} -> {value}": "as stop_at_validation_metric asks"
+        for key, more, value in (
+            ("threshold", " and stop_at_validation_threshold != null", "{stop_at_validation_threshold}"),
+            ("higher_is_better", "", "true"),
+            ("patience", "", "null"),
+        )
+    },
+    # The single controller of NeMo RL: how far sampling may lead training.
+    f"{_ASYNC}.enabled: async_rl.sampler.name=[in_order, ready_first, weight_fifo] -> true": "as async_rl.sampler asks",
+    **{
+        f"{_ASYNC}.{key}: async_rl.sampler.{ahead}{when} -> {value}": f"as async_rl.sampler.{ahead} asks"
+        for ahead in ("max_lookahead_versions", "max_staleness_versions")
+        for key, when, value in (
+            ("max_trajectory_age_steps", " > 0", f"{{async_rl.sampler.{ahead}}}"),
+            ("enabled", "=0", "false"),
+        )
+    },
+    f"{_ASYNC}.group_order: async_rl.sampler.name=ready_first -> arrival": "any finished group, as ready_first says",
+    f"{_ASYNC}.max_open_steps: async_rl.sampler.name=ready_first and {_ASYNC}.max_trajectory_age_steps=1 -> 2": (
+        "2: one step of groups plays while another trains"
+    ),
 }
-"""`key: condition -> value` (or `{key}` that has it) that the key gets where the condition holds; reason."""
+"""`key: condition -> value` that the key gets where the condition holds; reason. A `{key}` stands for its value."""
+
+READ_IN_OTHER_KEYS = (
+    *("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold", "async_rl.sampler.name"),
+    *("async_rl.sampler.max_lookahead_versions", "async_rl.sampler.max_staleness_versions"),
+)
+"""Keys from which `VALUES` makes others."""
+
+FREEZES = {
+    **{
+        f"model.{section}.{key}": part
+        for section in ("megatron_cfg", "megatron_cfg.freeze_config", "dtensor_cfg.automodel_kwargs.freeze_config")
+        for key, part in {
+            "freeze_vision_model": "vision_tower",
+            "freeze_vision_tower": "vision_tower",
+            "freeze_vision_projection": "projector",
+            "freeze_language_model": "language_model",
+            "freeze_sound_encoder": None,
+            "freeze_sound_projection": None,
+            "freeze_audio_tower": None,
+        }.items()
+    }
+}
+"""Switch -> the part in `freeze` that it leaves as it is; None: a part that no model here has."""
 
 VALUES_OF_THEIRS: Rules = {
     **{
@@ -136,6 +189,15 @@ VALUES_OF_THEIRS: Rules = {
     ),
     "model.megatron_cfg.recompute_granularity: megatron_cfg.recompute_granularity and "
     "not megatron_cfg.activation_checkpointing -> null": "null: nothing is recomputed without activation_checkpointing",
+    "model.megatron_cfg.moe_token_dispatcher_type: megatron_cfg.moe_token_dispatcher_type=allgather -> alltoall": (
+        "alltoall: another way of the same tokens to their experts"
+    ),
+    "value.reward_model_cfg: value.megatron_cfg.enabled and value.reward_model_cfg.enabled=false -> "
+    "{enabled: true, reward_model_type: regression}": "a value model has a head with one number per token",
+    "policy.generation.vllm_cfg.enable_prefix_caching: policy.router_replay.enabled and "
+    "policy.generation.vllm_cfg.enable_prefix_caching=false -> true": (
+        "true: engines here return the experts of tokens, those of cached prefixes too, with a prefix cache alone"
+    ),
     "grpo.batch_multiplier: grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling -> 1.0": (
         "1: it counts for dynamic sampling alone"
     ),
@@ -218,10 +280,6 @@ def switched_off(value: Any) -> bool:
     return not value or (isinstance(value, dict) and value.get("enabled") in (False, None))
 
 
-def anything(value: Any) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Foreign:
     """A key of NeMo RL. A value for which `neutral` holds asks for nothing, and the key is dropped in silence."""
@@ -231,7 +289,16 @@ class Foreign:
     is_ours: bool = False  # a key of this library whose other values are NeMo RL's; other rows leave our keys alone
 
 
-_nothing = one_of(None, False)
+_nothing, _is_true = one_of(None, False), one_of(True, None)
+
+
+def _not_true(value: Any) -> bool:
+    return value is not True
+
+
+def _all_off(section: Any) -> bool:
+    """Whether every entry of a section, and of the sections below, is null, false or empty."""
+    return all(map(_all_off, section.values())) if isinstance(section, dict) else section in (None, False, [])
 
 
 def _keys(*keys: str, under: str = "", neutral: Neutral = _nothing) -> tuple[Foreign, ...]:
@@ -281,14 +348,19 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("_v2", "lora_cfg.use_triton", under="model.dtensor_cfg", neutral=one_of(True, False, None)),
         *_keys("moe_enable_deepep", "use_fused_weighted_squared_relu", under=_MEGATRON),
         *_keys("fine_grained_activation_offloading", "overlap_cpu_optimizer_d2h_h2d", under=_MEGATRON),
+        *_keys("optimizer.overlap_cpu_optimizer_d2h_h2d", under=_MEGATRON),
+        *_keys("moe_flex_dispatcher_backend", "moe_hybridep_num_sms", "hybridep_*", under=_MEGATRON),
+        *_keys("inference_moe_token_dispatcher_type", "inference_grouped_gemm_backend", under=_MEGATRON),
+        *_keys("real_quant_export_cpu_offload", under="generation", neutral=one_of(None)),
+        *_keys("deduplicate_multimodal_data", under="loop"),
+        *_keys("deduplicate_multimodal_data", "data.deduplicate_multimodal_data", "env.deduplicate_multimodal_data"),
         *_keys("use_fused_linear_logprobs", under=_MEGATRON, neutral=one_of(True, False, None)),
         *_keys("cuda_graph_impl", under=_MEGATRON, neutral=one_of("none", None)),
         *_keys("offload_modules", "checkpoint", under=_MEGATRON, neutral=one_of([], {}, None)),
         *_keys("distributed_executor_backend", "use_deep_gemm", under=_VLLM),
         *_keys("load_format", under=_VLLM, neutral=one_of("dummy", "auto", None)),
         *_keys("skip_tokenizer_init", under=_VLLM, neutral=one_of(True, False, None)),
-        *_keys("generation.port_range_low", "generation.port_range_high", "generation.refit_transport"),
-        *_keys("generation.refit_cfg", neutral=one_of({}, None)),
+        *_keys("generation.port_range_low", "generation.port_range_high"),
         *_keys("data_plane", neutral=switched_off),
         *_keys("segment_size", "master_port_range_low", "master_port_range_high", under="cluster"),
         *_keys("offload_optimizer_for_logprob", "max_model_len", "processor", under="env.reward_model"),
@@ -303,14 +375,39 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
     "logprobs always come from hidden states in tiles here, and are the same": _keys(
         f"{_MEGATRON}.use_linear_ce_fusion_loss", neutral=one_of(True, None)
     ),
+    "weights travel in a way of this library's own, and are the same": (
+        *_keys("generation.refit_transport", neutral=one_of(None)),
+        *_keys("generation.refit_cfg", neutral=one_of({}, None)),
+        *_keys("http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port", under=_VLLM),
+    ),
+    "losses here are sums divided by global counts, as it says": (
+        *_keys("calculate_per_token_loss", "do_not_average_loss", "cp_normalize", under=_MEGATRON, neutral=_not_true),
+        *_keys("scale_loss_by_dp_cp_size", under=_MEGATRON, neutral=lambda value: value is not False),
+    ),
+    "what it names is no part of this model": _keys("radio_force_cpe_eval_mode", under=_MEGATRON),
+    "the model says whether it sees images": _keys("model.is_vlm"),
+    "groups that fail are replaced in a way of this library's own": (
+        *_keys("min_groups_for_streaming_train", "max_inflight_prompts", "max_buffered_rollouts", under="async_rl"),
+        *_keys("diagnostics", "rollout_failure", "stall_watchdog", "generation_fleet_health", under="async_rl"),
+        *_keys("generation_router", under="async_rl"),
+    ),
+    "a sync waits for the groups that play": _keys("async_rl.recompute_kv_cache_after_weight_updates"),
+    "it belongs to rollouts by NeMo-Gym": _keys("env.should_mask_flagged_samples", neutral=one_of(None)),
     "it only monitors": (
+        *_keys("logger.wandb.log_nemo_gym_full_result_tables"),
+        *_keys("loop.debug_payload_metrics", "debug_payload_metrics", "data.debug_payload_metrics"),
+        *_keys("policy.debug_payload_metrics", "env.debug_payload_metrics"),
         *_keys(f"{_MEGATRON}.track_moe_metrics", f"{_VLLM}.use_tqdm", f"{_VLLM}.enable_vllm_metrics_logger"),
         *_keys("logger.tensorboard", neutral=one_of({}, None)),
     ),
     "a draft has an optimizer of its own": _keys("model.draft.loss_weight", neutral=one_of(0.1, None)),
     "an engine splits experts like its other layers": _keys(f"{_VLLM}.enable_expert_parallel"),
     "the model decides it": _keys(f"{_MEGATRON}.moe_router_enable_expert_bias"),
-    "no version of NeMo RL reads it": _keys("model.fsdp_offload_enabled", "model.activation_checkpointing_enabled"),
+    "no version of NeMo RL reads it": (
+        *_keys("model.fsdp_offload_enabled", "model.activation_checkpointing_enabled"),
+        *_keys("penalize_invalid_tool_call", "penalize_malformed_thinking", under="grpo"),
+        *_keys("loop.num_val_generations_per_prompt", neutral=one_of(None)),
+    ),
     "the run decides it": _keys("model_cache_dir", "model_repo_id", "peft_config", "is_peft", under="checkpointing"),
     "an engine that fails is started again": _keys("grpo.async_grpo.max_generation_failures", neutral=one_of(0, None)),
 }
@@ -328,7 +425,8 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         _without("dataset.processor", "nemo_gym_data_processor"),
     ),
     "environments of video and sound": (
-        *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
+        *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor", f"{_VLLM}.video"),
+        *_keys("audio", "video", under="generation.vllm_kwargs.limit_mm_per_prompt", neutral=one_of(None, 0)),
         _without("environment.type", *SOUND_SETS),
         _without("dataset.dataset_name", *SOUND_SETS),
     ),
@@ -338,12 +436,14 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         *_keys("loss_fn.normalize_teacher_by_vocab"),
         *_keys("dataset.characters_per_sample", "dataset.data_files", "dataset.text_key"),
     ),
-    "engines other than vLLM": (_without("generation.backend", "sglang", "trtllm", "dynamo"),),
+    "engines of SGLang": (_without("generation.backend", "sglang"),),
+    "engines of TensorRT-LLM and Dynamo": (_without("generation.backend", "trtllm", "dynamo"),),
     "drafts of EAGLE before version 3": (_without("generation.vllm_kwargs.speculative_config.method", "eagle"),),
     "drafts of a policy that does not generate": _keys("model.draft", neutral=switched_off),
-    "quantisation-aware training": _keys(
-        *("model.quant_cfg", "generation.quant_cfg", "model.quant_batch_size", "model.quant_calib_data"),
-        *("model.quant_sequence_length", "model.quant_calib_size", "model.disable_modelopt_layer_spec"),
+    "quantisation-aware training": (
+        *_keys("model.quant_cfg", "generation.quant_cfg", "model.quant_batch_size", "model.quant_calib_data"),
+        *_keys("model.quant_sequence_length", "model.quant_calib_size", "model.disable_modelopt_layer_spec"),
+        *_keys("generation.real_quant", "generation.real_quant_ignore", neutral=one_of(None, False, [])),
     ),
     "quantised base models": _keys("model.dequantize_base_checkpoint"),
     "prediction of several tokens": (
@@ -366,32 +466,34 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         *_keys("a2a_experimental", under=f"{_MEGATRON}.peft"),
     ),
     "penalties for malformed answers": (
-        *_keys("penalize_invalid_tool_call", "penalize_malformed_thinking", under="grpo"),
         *_keys("invalid_tool_call_advantage", "malformed_thinking_advantage", under="grpo"),
-        *_keys("reward_penalties", neutral=one_of({}, None)),
+        *_keys("reward_penalties", "grpo.reward_penalties", neutral=_all_off),
     ),
     "decay over epochs; state the steps that they have": (
         Foreign(f"{_MEGATRON}.scheduler.lr_decay_iters", lambda value: value is not None, is_ours=True),
     ),
     "several data loaders": _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
     "teachers inside GRPO": _keys("on_policy_distillation", neutral=switched_off),
-    "likelihood of right answers in the loss": _keys(
-        "loss_fn.positive_example_nll_weight", neutral=one_of(None, 0, 0.0)
-    ),
     "asynchronous PPO": _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off),
     "dynamic sampling in PPO": (
         *_keys("ppo.use_dynamic_sampling"),
         *_keys("ppo.batch_multiplier", neutral=one_of(1, 1.0, None)),
     ),
     "masks by logprob error in PPO": _keys("ppo.seq_logprob_error_threshold"),
-    "validation from a later step on": _keys("loop.val_start_at", neutral=one_of(-1, None)),
-    "this form of early stopping": _keys("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold"),
     "other estimators of advantages": (_without("grpo.adv_estimator.name", "raw_reward", "gae", "opd"),),
     "training in float16": (_without("model.precision", "float16"),),
     "checkpoints of Megatron to begin with": _keys("model.pretrained_checkpoint", neutral=one_of({}, None)),
     "Megatron's own FSDP": _keys(f"{_DDP_OF_MODEL}.use_custom_fsdp"),
     "overrides of Megatron's model": _keys(f"{_MEGATRON}.model_overrides", neutral=one_of({}, None)),
-    "logprobs before temperature": _keys(f"{_VLLM}.logprobs_mode", neutral=one_of("processed_logprobs", None)),
+    "losses averaged over micro-batches or ranks": (
+        *_keys("calculate_per_token_loss", "do_not_average_loss", "cp_normalize", under=_MEGATRON, neutral=_is_true),
+        *_keys("scale_loss_by_dp_cp_size", under=_MEGATRON, neutral=one_of(False, None)),
+    ),
+    "layers that FP8 training keeps in bfloat16": (
+        *_keys("first_last_layers_bf16", under=_MEGATRON),
+        *_keys("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", under=_MEGATRON, neutral=one_of(None, 0)),
+    ),
+    "engines in MXFP8": _keys("is_mx", under=_VLLM),
     "an HTTP server of Megatron's workers": _keys(
         "expose_http_server", "parsers", under=_MCORE, neutral=one_of(None, False, [], {})
     ),
@@ -406,15 +508,49 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
     "other reward models": _keys("env.reward_model.reward_model_type", neutral=one_of("bradley_terry", None)),
     "indexes of passages on GPUs": _keys("environment.device", neutral=one_of("cpu", None)),
     "stop strings of an environment": _keys("environment.stop_strings"),
-    "the single controller of NeMo RL": _keys("async_rl", neutral=one_of({}, None)),
+    "this sampler of the single controller": (
+        *_keys("async_rl.sampler.name", neutral=one_of("in_order", "ready_first", "weight_fifo", None)),
+        *_keys("sample_freshest_first", "target", under="async_rl.sampler"),
+    ),
 }
 """What this library lacks -> keys: one line in the error, however many of the keys a file has."""
+
+SINCE = {
+    "NeMo-Gym": "v0.5",
+    "environments of video and sound": "v0.6",
+    "distillation between different tokenizers": "v0.7",
+    "engines of SGLang": "v0.6",
+    "engines of TensorRT-LLM and Dynamo": "main after v0.7",
+    "drafts of EAGLE before version 3": "v0.6",
+    "quantisation-aware training": "v0.7",
+    "quantised base models": "v0.5",
+    "prediction of several tokens": "v0.7",
+    "experts split over several engines": "v0.6",
+    "layers that an FP8 engine keeps in bfloat16": "v0.5",
+    "penalties for malformed answers": "v0.7",
+    "several data loaders": "v0.6",
+    "teachers inside GRPO": "v0.7",
+    "asynchronous PPO": "main after v0.7",
+    "dynamic sampling in PPO": "main after v0.7",
+    "masks by logprob error in PPO": "main after v0.7",
+    "overrides of Megatron's model": "main after v0.7",
+    "engines in MXFP8": "main after v0.7",
+    "this sampler of the single controller": "main after v0.7",
+}
+"""Feature -> the first version of NeMo RL that has it, where it is known."""
+
+SIGNS_OF_MAIN = (
+    *("loop.val_start_at", "reward_penalties", "generation.val_temperature", "generation.refit_transport"),
+    *("generation.real_quant_export_cpu_offload",),
+)
+"""Keys that NeMo RL has after v0.7 alone: an unknown key beside them may be newer than this table."""
 
 DECIDES = {
     "NeMo-Gym": ("data", "env", *LOOPS, "policy.generation"),
     "environments of video and sound": ("data", "env"),
     "distillation between different tokenizers": ("data", "loss_fn", "distillation", "teacher", "teachers"),
-    "engines other than vLLM": ("policy.generation",),
+    "engines of SGLang": ("policy.generation",),
+    "engines of TensorRT-LLM and Dynamo": ("policy.generation",),
     "drafts of EAGLE before version 3": ("policy.generation.vllm_kwargs",),
     "several data loaders": ("data",),
 }
@@ -435,8 +571,10 @@ USED = {
     f"{_VLLM}.http_server_serving_chat_kwargs": "vllm_cfg.expose_http_server",
     f"{_VLLM}.tool_parser_plugin": "vllm_cfg.expose_http_server",
     f"{_VLLM}.reasoning_parser_plugin": "vllm_cfg.expose_http_server",
-    "grpo.invalid_tool_call_advantage": "grpo.penalize_invalid_tool_call",
-    "grpo.malformed_thinking_advantage": "grpo.penalize_malformed_thinking",
+    **{
+        f"{_MEGATRON}.{key}": "megatron_cfg.fp8_cfg.enabled"
+        for key in ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    },
     **{f"model.quant_{key}": "quant_cfg" for key in ("batch_size", "calib_data", "sequence_length", "calib_size")},
     "model.disable_modelopt_layer_spec": "quant_cfg",
 }

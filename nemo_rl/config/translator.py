@@ -4,6 +4,8 @@ The loader calls `old_forms` on the tree as it was written, and `settle` on the 
 Both change the tree in place and remark on every change that a user should know of.
 """
 
+import copy
+import fnmatch
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ import yaml
 
 from nemo_rl.config import translations as table
 from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
-from nemo_rl.config.rules import Rules, holds, value_of
+from nemo_rl.config.rules import Rules, filled, holds, value_of
 from nemo_rl.config.sources import SourcedTree, walk
 
 NUM_SHOWN = 3  # keys of a missing feature in its message
@@ -44,7 +46,7 @@ def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyP
     if not pattern:
         yield path, value
     elif isinstance(value, dict):
-        for name in value if pattern[0] == "*" else [pattern[0]] * (pattern[0] in value):
+        for name in fnmatch.filter(value, pattern[0]) if "*" in pattern[0] else [pattern[0]] * (pattern[0] in value):
             yield from _found(pattern[1:], value[name], (*path, name))
     elif isinstance(value, list) and pattern[0] == "#":
         for index, entry in enumerate(value):
@@ -64,6 +66,11 @@ class Translator:
     """Reference to a key that has moved -> to its place today."""
     decided: list[str] = field(default_factory=list)
     """Sections that a missing feature gives another meaning."""
+    written: dict[str, Any] = field(init=False)
+    """The values as they were written."""
+
+    def __post_init__(self) -> None:
+        self.written = copy.deepcopy(self.tree.values)
 
     def remark(self, path: KeyPath, text: str) -> None:
         keys = self.remarks.setdefault(text, [])
@@ -82,10 +89,11 @@ class Translator:
         """Whether the table has a key, or a section around it."""
         tables = (table.WITHOUT_MEANING, *table.IGNORED.values(), *table.FEATURES.values())
         flat = (f"data.{key}" for key in (*table.OF_ONE_DATASET, *table.OF_ALL_DATASETS, *table.FILES))
-        patterns = (*table.MOVED, *table.MOVED_OUT, *flat, *(row.key for rows in tables for row in rows))
+        own = (*table.MOVED, *table.MOVED_OUT, *table.READ_IN_OTHER_KEYS, *table.FREEZES)
+        patterns = (*own, *flat, *(row.key for rows in tables for row in rows))
         for parts in ([*section, *key] for pattern in patterns for section, key in _split(pattern)):
             pairs = zip(parts, path, strict=False)
-            same = all(part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs)
+            same = all(fnmatch.fnmatch(str(here), part) or (part, type(here)) == ("#", int) for part, here in pairs)
             if same and len(parts) <= len(path):
                 return True
         return False
@@ -245,14 +253,20 @@ class Translator:
         ]
         is_translated = bool(self.remarks)
         self._translate_values(table.VALUES, off)
+        self._freezes(off)
         dropped = [path for row in table.WITHOUT_MEANING for path in self._foreign(row, keys)]
+        for path in dropped:
+            self.remark(path, "has no effect")
         asking: dict[str, list[KeyPath]] = {}
+        neutral: list[KeyPath] = []
         for name, rows in (*table.IGNORED.items(), *table.FEATURES.items()):
             for row in rows:
                 for path in self._foreign(row, keys):
                     is_neutral = row.neutral(self.tree.get(path))
                     if not (is_neutral and row.is_ours):
                         dropped.append(path)
+                    if is_neutral and not row.is_ours:
+                        neutral.append(path)
                     section = next((at for at in off if path[: len(at)] == at), None)
                     if section is not None and not is_neutral:
                         self.remark(section, "has no effect: it belongs to what is switched off")
@@ -261,6 +275,15 @@ class Translator:
         for why in table.IGNORED:
             for path in asking.get(why, ()):
                 self.remark(path, f"has no effect: {why}")
+        read = [path for pattern in table.READ_IN_OTHER_KEYS for _, path in places(pattern, values)]
+        for path in read:
+            self.remark(path, "is written in other keys today")
+        dropped += [path for path in read if path not in dropped]
+        said = {key for keys_of in self.remarks.values() for key in keys_of} | {dotted(at) for at in off}
+        for path in neutral:
+            whole = [dotted(path[:end]) for end in range(1, len(path) + 1)]
+            if path not in [asked for paths in asking.values() for asked in paths] and said.isdisjoint(whole):
+                self.remark(path, "asks for nothing at this value")
         lacking = [feature for feature in table.FEATURES if feature in asking]
         problems = [self._lacking(feature, asking[feature]) for feature in lacking]
         self.decided = [section for feature in lacking for section in table.DECIDES.get(feature, ())]
@@ -276,6 +299,8 @@ class Translator:
         for path in dropped:
             if path in self.tree:  # and not gone with the section around it
                 self.tree.delete(path)
+            while (path := path[:-1]) in self.tree and dotted(path) not in keys and self.tree.get(path) == {}:
+                self.tree.delete(path)
         return problems
 
     def _translate_values(self, rules: Rules, off: list[KeyPath]) -> None:
@@ -285,10 +310,30 @@ class Translator:
             for section, path in places(key, self.tree.values):
                 is_stated = rules is table.DEFAULTS_OF_THEIRS and path in self.tree.locations
                 if not is_stated and self._holds(condition, section):
-                    is_key = value.startswith("{")
-                    self._put(path, value_of(self.tree.get(section), value[1:-1]) if is_key else yaml.safe_load(value))
+                    here = self.tree.get(section)
+                    is_key = re.fullmatch(r"\{[\w.]+\}", value)
+                    self._put(path, value_of(here, value[1:-1]) if is_key else yaml.safe_load(filled(value, here)))
                     if not any(path[: len(at)] == at for at in off):
                         self.remark(path, reason)
+
+    def _freezes(self, off: list[KeyPath]) -> None:
+        """Switches of parts without gradient become names in `freeze`."""
+        for pattern, part in table.FREEZES.items():
+            for section, path in places(pattern, self.tree.values):
+                value, freeze = self.tree.get(path), (*section, "freeze")
+                if any(path[: len(at)] == at for at in off):
+                    continue
+                if part is None:
+                    self.remark(path, "has no effect: no model here has such a part")
+                elif value is not True:
+                    self.remark(path, "the part is trained, as parts are that freeze does not name")
+                else:
+                    named = self.tree.get(freeze)
+                    self._put(freeze, [*named, part] if part not in named else named)
+                    self.remark(path, f"{part} of {dotted(freeze)} today")
+                self.tree.delete(path)
+                if path[-2] == "freeze_config" and not self.tree.get(path[:-1]):
+                    self.tree.delete(path[:-1])
 
     def _saves(self) -> None:
         """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""
@@ -332,9 +377,15 @@ class Translator:
         paths = [(*path, "enabled") if (*path, "enabled") in self.tree else path for path in paths]
         shown = [f"{dotted(path)}={as_yaml(self.tree.get(path))}" for path in paths[:NUM_SHOWN]]
         more = f" and {len(paths) - NUM_SHOWN} keys more" if len(paths) > NUM_SHOWN else ""
-        return Problem(
-            paths[0], f"not supported yet: {', '.join(shown)}{more} ({feature})", self.tree.location(paths[0])
-        )
+        since = f", NeMo RL {table.SINCE[feature]}" if feature in table.SINCE else ""
+        text = f"not supported yet: {', '.join(shown)}{more} ({feature}{since})"
+        return Problem(paths[0], text, self.tree.location(paths[0]))
+
+    def newer(self) -> list[Problem]:
+        """A line to go with unknown keys, if the file has keys that NeMo RL has after v0.7 alone."""
+        signs = [dotted(path) for pattern in table.SIGNS_OF_MAIN for _, path in places(pattern, self.written)]
+        names = ", ".join(signs)
+        return [Problem((), f"the file is for NeMo RL after v0.7 ({names}), so unknown keys may be new")] * bool(signs)
 
     def _holds(self, condition: str, section: KeyPath) -> bool:
         try:

@@ -463,7 +463,9 @@ class PolicyConfig(StrictModel):
                 f"{num_schedulers} schedulers need one item {{milestones: [...]}} with {num_schedulers - 1} "
                 f"scheduler step(s) at which the next one takes over",
             )
-        if num_schedulers <= 1 and milestones:
+        if num_schedulers == 0 and milestones:
+            yield "scheduler", "milestones need schedulers"
+        elif num_schedulers == 1 and any(milestones):  # NeMo RL writes a sequence of one with `milestones: []`
             yield "scheduler", "milestones need at least two schedulers"
         for values in milestones:
             if any(later <= earlier for earlier, later in pairwise(values)):

@@ -176,8 +176,11 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
     model = _plain(model, f"{key}: {name!r}")
     if sees_images(model):
         check_vision_model(config, model)
-    elif config.freeze:
-        raise ValueError(f"{config.key('freeze')}={config.freeze}: {name!r} sees no images and has no such parts")
+    elif "language_model" in config.freeze:
+        raise ValueError(
+            f"{config.key('freeze')}={config.freeze}: {name!r} sees no images, so nothing would be trained; leave "
+            "language_model out"
+        )
     elif type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{key}: {name!r} is a {model.model_type!r} model, not a causal language model")
     has_score = is_scalar(model)

@@ -1,5 +1,6 @@
 """Files in NeMo RL's form load, with remarks; what the library lacks is one line for each feature."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ env:
 """What `tools/config_cli.py convert` makes of it: today's form, only what differs, with the comments."""
 
 
+@pytest.fixture(autouse=True)
+def remarks_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="nemo_rl.config")
+
+
 def load(folder: Path, text: str, *overrides: str) -> GRPOMasterConfig:
     path = folder / "theirs.yaml"
     path.write_text(text)
@@ -117,7 +123,7 @@ grpo: {adv_estimator: {name: grpo}} -> {grpo.adv_estimator.std: leave_one_out}
 grpo: {adv_estimator: {name: reinforce_plus_plus}} -> {grpo.adv_estimator.std: group}
 grpo: {val_period: -1} -> {grpo.val_period: 0, checkpointing.metric_name: null}
 grpo: {num_val_generations_per_prompt: 4, batch_multiplier: 2, val_period: 15}
-    -> {grpo.val_num_generations_per_prompt: 4, grpo.batch_multiplier: 1.0, checkpointing.save_period: 15}
+    -> {grpo.val_num_generations_per_prompt: 1, grpo.batch_multiplier: 1.0, checkpointing.save_period: 15}
 data: {max_input_seq_length: null} & checkpointing: {is_async: true} & data_plane: {enabled: true}
     -> {data.max_input_seq_length: 512, checkpointing.async_save: true, policy.scheduler_step_per: train_call}
 policy: {max_grad_norm: 0, hf_config_overrides: null} & env: {math: {verifier_type: multichoice}}
@@ -142,6 +148,30 @@ MEGATRON, optimizer: {lr: 1.0e-6, min_lr: 1.0e-6}}} -> {CFG.scheduler.lr_decay_s
 MEGATRON}} & checkpointing: {model_save_format: safetensors} -> {checkpointing.model_save_format: torch_save}
 cluster: {gpus_per_node: 2} & policy: {generation: {ENGINE: {tensor_parallel_size: 2, expert_parallel_size: 2}}}
     -> {policy.generation.ENGINE.tensor_parallel_size: 2}
+grpo: {async_grpo: null} -> {grpo.async_grpo.enabled: false}
+policy: {scheduler: [{name: torch.optim.lr_scheduler.ConstantLR}, {milestones: []}]} -> {policy.max_grad_norm: 1.0}
+MEGATRON, optimizer: {params_dtype: bfloat16}}} -> {CFG.optimizer.params_dtype: float32}
+MEGATRON, freeze_moe_router: true, moe_router_bias_update_rate: 0.001}}
+    -> {CFG.freeze_moe_router: true, CFG.moe_router_bias_update_rate: 0.001}
+MEGATRON, moe_token_dispatcher_type: allgather, expert_model_parallel_size: 2}} & cluster: {gpus_per_node: 2}
+    -> {CFG.moe_token_dispatcher_type: alltoall}
+MEGATRON, freeze_vision_model: true, freeze_config: {freeze_language_model: false, freeze_vision_projection: true}}}
+    -> {policy.freeze: [vision_tower, projector]}
+policy: {dtensor_cfg: {automodel_kwargs: {freeze_config: {freeze_vision_tower: true, freeze_audio_tower: true}}}}
+    -> {policy.freeze: [vision_tower]}
+policy: {generation: {vllm_kwargs: {speculative_config: {method: deepseek_mtp, num_speculative_tokens: 1}}}}
+    -> {policy.generation.vllm_kwargs.speculative_config.method: mtp}
+MEGATRON}, router_replay: {enabled: true}, generation: {ENGINE: {enable_prefix_caching: false}}} & ONE_GPU
+    -> {policy.generation.ENGINE.enable_prefix_caching: true}
+grpo: {stop_at_validation_metric: accuracy, stop_at_validation_threshold: 0.9}
+    -> {STOP.metric_name: "val:accuracy", STOP.threshold: 0.9, STOP.patience: null, STOP.higher_is_better: true}
+grpo: {stop_at_validation_metric: null, stop_at_validation_threshold: null} -> {STOP.metric_name: null}
+async_rl: {sampler: {name: in_order, max_lookahead_versions: 3}, max_inflight_prompts: 32} & APART
+    -> {ASYNC.enabled: true, ASYNC.max_trajectory_age_steps: 3, ASYNC.group_order: in_order}
+async_rl: {sampler: {name: in_order, max_lookahead_versions: 0}} -> {ASYNC.enabled: false}
+async_rl: {sampler: {name: weight_fifo, max_staleness_versions: 2}} & APART -> {ASYNC.max_trajectory_age_steps: 2}
+async_rl: {sampler: {name: ready_first, max_staleness_versions: 1}} & APART
+    -> {ASYNC.group_order: arrival, ASYNC.open_steps: 2}
 """
 SHORT = {
     "MEGATRON": "policy: {dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true",
@@ -149,6 +179,11 @@ SHORT = {
     "CFG": "policy.megatron_cfg",
     "DDP": "distributed_data_parallel_config",
     "ENGINE": "vllm_cfg",
+    "STOP": "grpo.early_stopping",
+    "ASYNC": "grpo.async_grpo",
+    "ONE_GPU": "cluster: {gpus_per_node: 1}",
+    "APART": "loss_fn: {use_importance_sampling_correction: true} & cluster: {gpus_per_node: 2} & "
+    "policy: {generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}}",
 }
 
 
@@ -157,6 +192,14 @@ def test_each_value_of_the_table(given: tuple[str, ...], expected: str) -> None:
     config = build_config(GRPOMasterConfig, merged(MINIMAL, THEIRS, *map(yaml.safe_load, given)))
     for key, value in yaml.safe_load(expected).items():
         assert value_of(config, key) == value, key
+
+
+def test_a_value_model_of_megatron_has_its_head() -> None:
+    values = {"dtensor_cfg": {"enabled": False}, "reward_model_cfg": {"enabled": False}}
+    value = {**values, "megatron_cfg": {"enabled": True, "train_iters": 1}}
+    tree = merged({**MINIMAL, "ppo": {}, "value": value}, THEIRS)
+    head = build_config(MASTERS["ppo"], tree).value.reward_model_cfg
+    assert (head.enabled, head.reward_model_type) == (True, "regression")
 
 
 ROWS = """
@@ -186,6 +229,7 @@ ROWS = """
     -> [{dataset_name: gsm8k, split_validation_size: 0.0}, {data_path: a, split: null}]
 {dataset_name: openai_format, train_data_path: a, val_data_path: b} & data.val_data_path=c & data.chat_key=d
     -> [{data_path: a, chat_key: d}, {data_path: c, chat_key: d}]
+{dataset_name: squad, seed: null} -> [{dataset_name: squad, seed: 42}, {dataset_name: squad}]
 {dataset_name: HelpSteer3, env_name: null}
     -> [{dataset_name: HelpSteer3}, {dataset_name: HelpSteer3, split: validation}]
 """
@@ -237,16 +281,34 @@ def test_an_evaluation_judges_as_its_dataset_asks() -> None:
 
 MISSING = """
 env: {should_use_nemo_gym: true, nemo_gym: {uv_venv_dir: "${oc.env:NOT_SET}/gym"}}
-    & data: {train: {data_path: "${oc.env:NOT_SET}/a"}, default: {dataset_name: NemoGymDataset}} -> NeMo-Gym
-data: {train: {dataset_name: NemoGymDataset}} -> NeMo-Gym
-policy: {quant_cfg: a, generation: {quant_cfg: a}} -> quantisation-aware training
-env: {daily-omni: {num_workers: 1}} -> environments of video and sound
+    & data: {train: {data_path: "${oc.env:NOT_SET}/a"}, default: {dataset_name: NemoGymDataset}}
+    -> NeMo-Gym, NeMo RL v0.5
+data: {train: {dataset_name: NemoGymDataset}} -> NeMo-Gym, NeMo RL v0.5
+policy: {quant_cfg: a, generation: {quant_cfg: a, real_quant: true}} -> quantisation-aware training, NeMo RL v0.7
+policy: {generation: {backend: sglang}} -> engines of SGLang, NeMo RL v0.6
+policy: {generation: {backend: trtllm}} -> engines of TensorRT-LLM and Dynamo, NeMo RL MAIN
+policy: {generation: {backend: dynamo}} -> engines of TensorRT-LLM and Dynamo, NeMo RL MAIN
+env: {daily-omni: {num_workers: 1}} -> environments of video and sound, NeMo RL v0.6
+policy: {generation: {ENGINE: {video: {num_frames: 8}}, vllm_kwargs: {limit_mm_per_prompt: {video: 1}}}}
+    -> environments of video and sound, NeMo RL v0.6
+policy: {generation: {ENGINE: {is_mx: true}}} -> engines in MXFP8, NeMo RL MAIN
+on_policy_distillation: {enabled: true} -> teachers inside GRPO, NeMo RL v0.7
+async_rl: {sampler: {name: windowed, sample_freshest_first: true}}
+    -> this sampler of the single controller, NeMo RL MAIN
+async_rl: {sampler: {name: custom, target: "m:C"}} -> this sampler of the single controller, NeMo RL MAIN
+reward_penalties: {penalize_empty_final_answer: true, token_ids: null}
+    -> penalties for malformed answers, NeMo RL v0.7
+grpo: {invalid_tool_call_advantage: -5.0} -> penalties for malformed answers, NeMo RL v0.7
 grpo: {adv_estimator: {name: raw_reward}} -> other estimators of advantages
+MEGATRON, do_not_average_loss: false}} -> losses averaged over micro-batches or ranks
+MEGATRON, first_last_layers_bf16: true, fp8_cfg: {enabled: true}}}
+    -> layers that FP8 training keeps in bfloat16
+MEGATRON, model_overrides: {a: 1}}} -> overrides of Megatron's model, NeMo RL MAIN
 MEGATRON, scheduler: {lr_decay_style: cosine, lr_decay_iters: null}, MIN_LR}} & grpo: {max_num_steps: 1000000}
     -> decay over epochs; state the steps that they have
-data: {use_multiple_dataloader: true} -> several data loaders
-policy: {generation: {vllm_kwargs: {speculative_config: {method: eagle}}}} & grpo: {penalize_invalid_tool_call: true}
-    -> drafts of EAGLE before version 3, penalties for malformed answers
+data: {use_multiple_dataloader: true} -> several data loaders, NeMo RL v0.6
+policy: {generation: {vllm_kwargs: {speculative_config: {method: eagle}}}} & policy: {dequantize_base_checkpoint: true}
+    -> drafts of EAGLE before version 3, NeMo RL v0.6; quantised base models, NeMo RL v0.5
 """
 
 
@@ -256,7 +318,53 @@ def test_one_line_for_each_missing_feature(given: tuple[str, ...], features: str
         build_config(GRPOMasterConfig, merged(MINIMAL, *map(yaml.safe_load, given)))
     messages = sorted(problem.message for problem in error.value.problems)
     assert all(message.startswith("not supported yet: ") for message in messages)
-    assert sorted(message.rpartition(" (")[2].rstrip(")") for message in messages) == features.split(", ")
+    found = sorted(message.rpartition(" (")[2].rstrip(")") for message in messages)
+    assert "; ".join(found) == features.replace("MAIN", "main after v0.7")
+
+
+TAKEN = """
+policy: {megatron_cfg: {train_iters: 1}} -> policy.megatron_cfg.train_iters: has no effect
+MEGATRON, optimizer: {overlap_cpu_optimizer_d2h_h2d: true}}} -> it tunes NVIDIA's implementation
+MEGATRON, hybridep_num_sms: 32, moe_flex_dispatcher_backend: deepep}} -> it tunes NVIDIA's implementation
+MEGATRON, inference_grouped_gemm_backend: te}} -> it tunes NVIDIA's implementation
+MEGATRON, calculate_per_token_loss: true, scale_loss_by_dp_cp_size: false}} -> sums divided by global counts
+MEGATRON, first_last_layers_bf16: true, num_layers_at_start_in_bf16: 1}}
+    -> has no effect: it belongs to what is switched off
+MEGATRON, radio_force_cpe_eval_mode: true}} -> what it names is no part of this model
+MEGATRON, freeze_sound_encoder: true}} -> no model here has such a part
+MEGATRON, checkpoint: {fully_parallel_save: true}}} -> policy.megatron_cfg.checkpoint: has no effect
+MEGATRON, model_overrides: {}}} -> policy.megatron_cfg.model_overrides: asks for nothing at this value
+MEGATRON, moe_router_enable_expert_bias: true}} -> the model decides it
+logger: {wandb: {log_nemo_gym_full_result_tables: true}} -> it only monitors
+policy: {generation: {real_quant_export_cpu_offload: true}} -> it tunes NVIDIA's implementation
+policy: {generation: {refit_transport: nixl, refit_cfg: {nixl: {device: cuda}}}} -> weights travel in a way
+policy: {generation: {ENGINE: {http_refit_server_port: 1, http_refit_api_key_env_var: A}}} -> weights travel in a way
+policy: {generation: {ENGINE: {zmq_refit_server_port: null}}} -> asks for nothing at this value
+policy: {is_vlm: true} -> the model says whether it sees images
+reward_penalties: {penalize_empty_final_answer: false, token_ids: null} -> reward_penalties: asks for nothing
+grpo: {num_val_generations_per_prompt: 4} -> no version of NeMo RL reads it
+grpo: {penalize_invalid_tool_call: true, penalize_malformed_thinking: false} -> no version of NeMo RL reads it
+env: {should_mask_flagged_samples: true} -> it belongs to rollouts by NeMo-Gym
+grpo: {deduplicate_multimodal_data: true} -> it tunes NVIDIA's implementation
+data: {deduplicate_multimodal_data: false, debug_payload_metrics: false} -> asks for nothing at this value
+async_rl: {max_buffered_rollouts: 64, rollout_failure: {backoff_base_s: 1}} -> groups that fail are replaced
+async_rl: {recompute_kv_cache_after_weight_updates: true} -> a sync waits for the groups that play
+"""
+
+
+@pytest.mark.parametrize(("given", "said"), cases(TAKEN, SHORT))
+def test_a_key_without_effect_carries_a_remark(given: tuple[str, ...], said: str, caplog) -> None:
+    build_config(GRPOMasterConfig, merged(MINIMAL, *map(yaml.safe_load, given)))
+    assert said in caplog.text
+    assert "it loads, with" in caplog.text
+
+
+def test_an_unknown_key_of_a_file_of_main_may_be_newer() -> None:
+    for sign, expected in (({"val_start_at": -1}, 2), ({}, 1)):
+        with pytest.raises(ConfigError) as error:
+            build_config(GRPOMasterConfig, merged(MINIMAL, {"grpo": {"of_tomorrow": 1, **sign}}))
+        assert len(error.value.problems) == expected
+        assert ("after v0.7 (grpo.val_start_at), so unknown keys may be new" in str(error.value)) == bool(sign)
 
 
 def test_a_file_of_another_algorithm_names_its_script_and_a_typo_in_what_is_switched_off_is_an_error(tmp_path) -> None:

@@ -297,7 +297,7 @@ class MegatronConfig(StrictModel):
     """Positions whose logits are in memory at a time; null: `policy.logprob_chunk_size`."""
 
     freeze_moe_router: bool = True
-    """Do not train the routers."""
+    """Do not train the weights of the routers. Their biases still move if `moe_router_bias_update_rate` is above 0."""
 
     moe_router_dtype: Literal["float32", "fp32", "fp64"] | None = "fp64"
     """Data type of the routers; null: the model's."""
@@ -396,9 +396,6 @@ class MegatronConfig(StrictModel):
         "moe_router_load_balancing_type: moe_aux_loss_coeff > 0 excludes "
         "moe_router_load_balancing_type=[none, sinkhorn]": (
             "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
-        ),
-        "freeze_moe_router: moe_router_bias_update_rate > 0 excludes freeze_moe_router": (
-            "moe_router_bias_update_rate changes the routers; set this to false"
         ),
         # FP8
         "fp8_cfg.fp8_param and fp8_cfg.enabled": (
