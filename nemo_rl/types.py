@@ -325,8 +325,8 @@ class GroupHandle:
         """In the order of `RolloutGroup.rows`."""
         return [*self.samples, *(branch for sample in self.samples for branch in sample.branches)]
 
-    def row_values(self, of_samples: Sequence[Sequence[float]]) -> list[float]:
-        """One number per row, in the order of `rows`. `of_samples` has the numbers of the rows of each sample."""
+    def row_values[T](self, of_samples: Sequence[Sequence[T]]) -> list[T]:
+        """One value per row, in the order of `rows`. `of_samples` has the values of the rows of each sample."""
         firsts = [values[0] for values in of_samples]
         return firsts + [value for values in of_samples for value in values[1:]]
 
@@ -400,6 +400,7 @@ class PlannedSample:
     advantage: float
     mask: float  # 0.0: no gradient (failed, overlong filtered, too long)
     reward: float | None = None  # of its episode, for workers that compute advantages from it and values
+    nll_weight: float | None = None  # of its logprobs in the loss; None: the loss has no such term
     num_pixels: int = 0  # of its images
     prompt: int = 0  # tokens with which all planned samples of its group begin
 
@@ -466,6 +467,13 @@ class PolicyGradientInputs(LossInputs):
     prev_logprobs: torch.Tensor
     generation_logprobs: torch.Tensor
     reference_policy_logprobs: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class LikelihoodInputs(PolicyGradientInputs):
+    """For a loss that also raises the likelihood of good samples."""
+
+    nll_weights: torch.Tensor  # [B], 1 / loss tokens of the optimizer step's good samples, 0 for other samples
 
 
 LossMetrics = dict[str, "torch.Tensor"]

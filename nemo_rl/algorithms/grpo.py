@@ -23,7 +23,12 @@ from nemo_rl.algorithms.plan.advantages import compute_advantages
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, sample_until_full, score_groups
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.algorithms.run import Run
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.rollout_trainer import (
+    RolloutParts,
+    RolloutTrainer,
+    good_rows,
+    policy_gradient_task,
+)
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 
@@ -46,6 +51,7 @@ class GRPOTrainer(RolloutTrainer):
         grpo = config.grpo
         self.config = config
         self.loss_fn = ClippedPGLoss(config.loss_fn)
+        self.task = policy_gradient_task(config.policy, config.loss_fn)
         if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order
             from nemo_rl.algorithms.async_grpo import AsyncGroups
 
@@ -64,7 +70,8 @@ class GRPOTrainer(RolloutTrainer):
         groups = self.rollout()
         handles = [group.handle for group in groups]
         advantages = self.estimate_advantages(groups)
-        plan = self.plan_and_load(handles, advantages, [group.row_masks for group in groups])
+        masks = [group.row_masks for group in groups]
+        plan = self.plan_and_load(handles, advantages, masks, good=good_rows(groups, self.config.loss_fn))
         self.compute_logprobs()
         trained = self.update()
         self.sync_weights()
@@ -114,4 +121,4 @@ class GRPOTrainer(RolloutTrainer):
     def update(self) -> TrainResult:
         """The optimizer steps of the policy, with the loss of `losses/clipped_pg.py`."""
         with self.phase("policy_training"):
-            return self.take_steps(self.policy, self.loss_fn, Logprobs())
+            return self.take_steps(self.policy, self.loss_fn, self.task)

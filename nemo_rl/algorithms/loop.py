@@ -211,8 +211,7 @@ class Trainer(ABC):
             return True
         self.state.total_steps += 1
         self._advance_save(wait=False)
-        period = self.loop.val_period
-        is_periodic = period > 0 and self.state.total_steps % period == 0
+        is_periodic = self.loop.validates_after(self.state.total_steps)
         is_told = self.tools.interruption.signal is not None
         self.state.owes_validation = is_periodic or (self.loop.val_at_end and self._is_last_step())
         if self.state.owes_validation and not is_told:
@@ -220,7 +219,7 @@ class Trainer(ABC):
         out_of_time = self.tools.deadline.check_save()
         is_told = self.tools.interruption.signal is not None
         ends = out_of_time or self.state.stopped_early or is_told
-        is_due = ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step()
+        is_due = ends or self.tools.checkpointing.saves_after(self.state.total_steps) or self._is_last_step()
         if is_told and self.tools.deadline.longest_save_s > self.tools.interruption.left_s(keep_s=LAST_WORDS_S):
             self._settle_save(can_wait=False)
         elif is_due:

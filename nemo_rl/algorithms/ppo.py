@@ -26,7 +26,12 @@ from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.algorithms.plan.token_advantages import whiten, whitening_sums
 from nemo_rl.algorithms.run import Run
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.rollout_trainer import (
+    RolloutParts,
+    RolloutTrainer,
+    good_rows,
+    policy_gradient_task,
+)
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
@@ -78,6 +83,7 @@ class PPOTrainer(RolloutTrainer):
         self.value = value
         self.value_batching = Batching.of(config.value, **value_flops.cost_weights)
         self.loss_fn = ClippedPGLoss(config.loss_fn)
+        self.task = policy_gradient_task(config.policy, config.loss_fn)
         self.value_loss_fn = ValueLoss(config.value_loss_fn)
 
     def step(self) -> None:
@@ -116,7 +122,8 @@ class PPOTrainer(RolloutTrainer):
         )
         with self.phase("data_processing"):
             self.value.load(value_plan)
-        return self.plan_and_load(handles, zeros, masks, rewards=rewards)
+        good = good_rows(groups, self.config.loss_fn)
+        return self.plan_and_load(handles, zeros, masks, rewards=rewards, good=good)
 
     def compute_logprobs_and_values(self) -> None:
         """Previous and reference logprobs, and values, kept with the samples on the workers."""
@@ -147,7 +154,7 @@ class PPOTrainer(RolloutTrainer):
             self.record("train", {"global_valid_toks": result.num_valid_tokens})
             return result
         with self.phase("policy_training"):
-            return self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
+            return self.take_steps(self.policy, self.loss_fn, self.task, num_passes=num_passes)
 
 
 # -- generalised advantage estimation: rewards of samples and values of tokens -> advantages of tokens

@@ -384,8 +384,9 @@ class Translator:
     def newer(self) -> list[Problem]:
         """A line to go with unknown keys, if the file has keys that NeMo RL has after v0.7 alone."""
         signs = [dotted(path) for pattern in table.SIGNS_OF_MAIN for _, path in places(pattern, self.written)]
-        names = ", ".join(signs)
-        return [Problem((), f"the file is for NeMo RL after v0.7 ({names}), so unknown keys may be new")] * bool(signs)
+        if not signs or not self.remarks:  # some of them are keys of this library, too
+            return []
+        return [Problem((), f"the file is for NeMo RL after v0.7 ({', '.join(signs)}), so unknown keys may be new")]
 
     def _holds(self, condition: str, section: KeyPath) -> bool:
         try:

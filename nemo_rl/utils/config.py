@@ -294,6 +294,13 @@ class CheckpointingConfig(StrictModel):
     save_period: int = Field(default=10, ge=1)
     """Steps from one checkpoint to the next. The last step is always saved."""
 
+    ft_save_period: int | None = Field(default=None, ge=1)
+    """Save also after every so many steps, to lose little when machines fail; null: no such checkpoints."""
+
+    ft_keep_latest_k: int | None = Field(default=None, ge=1)
+    """Latest checkpoints kept, whatever their metric; null: the latest one. With this or `ft_save_period`, `keep_top_k`
+    counts checkpoints at multiples of `save_period` alone."""
+
     checkpoint_must_save_by: Annotated[str, accepted_by(parse_duration_s)] | None = None
     """Time after the start, as DD:HH:MM:SS, by which the run saves and ends; null: no limit."""
 
@@ -309,3 +316,11 @@ class CheckpointingConfig(StrictModel):
 
     async_save: bool = False
     """Train while a checkpoint is written. Needs host memory for one more copy of the saved state."""
+
+    def saves_after(self, step: int) -> bool:
+        """Whether one of the periods asks for a checkpoint after this step."""
+        return step % self.save_period == 0 or (self.ft_save_period is not None and step % self.ft_save_period == 0)
+
+    def is_ranked(self, step: int) -> bool:
+        """Whether the checkpoint of this step is one of those of which `keep_top_k` keeps the best."""
+        return (self.ft_save_period is None and self.ft_keep_latest_k is None) or step % self.save_period == 0

@@ -169,8 +169,8 @@ class TimeoutChecker:
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds of "DD:HH:MM:SS". Raises ValueError."""
-    match = re.fullmatch(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)", text)
+    """Seconds of "DD:HH:MM:SS", each number of any size ("00:36:00:00" is 36 hours). Raises ValueError."""
+    match = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", text)
     if match is None:
         raise ValueError(f'must be DD:HH:MM:SS, e.g. "00:03:45:00" for 3 hours 45 minutes (got {text!r})')
     days, hours, minutes, seconds = map(int, match.groups())

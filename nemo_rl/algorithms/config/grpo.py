@@ -34,8 +34,14 @@ class AdvEstimatorConfig(StrictModel):
     eps: float = Field(default=1.0e-6, gt=0)
     """Added to the standard deviation."""
 
+    reward_weights: list[float] | None = None
+    """Factors of the advantages of several rewards (`gdpo` only), in the order of the rewards; null: 1 each."""
+
     rules: ClassVar = {
-        "std=leave_one_out excludes name=reinforce_plus_plus": "is whitened over the batch; set {section}.std=group"
+        "reward_weights != null requires name=gdpo": (
+            "weighs several rewards, which gdpo alone tells apart; set {section}.name=gdpo, or this to null"
+        ),
+        "std=leave_one_out excludes name=reinforce_plus_plus": "is whitened over the batch; set {section}.std=group",
     }
 
 
@@ -227,6 +233,9 @@ class ClippedPGLossConfig(StrictModel):
     use_cispo: bool = False
     """CISPO: the clipped ratio, without gradient, weights the logprob."""
 
+    positive_example_nll_weight: float = Field(default=0.0, ge=0)
+    """VAPO: adds this times the mean of -logprob over all tokens of samples with a reward above 0; 0: off."""
+
     rules: ClassVar = {
         "length_normalizer requires token_level_loss": "replaces the count of tokens",
         "sequence_level_importance_ratios requires not token_level_loss": "GSPO averages over sequences",
@@ -293,6 +302,8 @@ class GRPOMasterConfig(RolloutMasterConfig):
     @property
     def train_metrics(self) -> frozenset[str]:
         names = self.rollout_metrics | metric_names.POLICY_GRADIENT | metric_names.GROUP_ADVANTAGES
+        if self.loss_fn.positive_example_nll_weight > 0:
+            names |= metric_names.LIKELIHOOD
         if self.grpo.use_dynamic_sampling:
             names |= metric_names.DYNAMIC_SAMPLING
         if self.grpo.seq_logprob_error_threshold is not None:

@@ -64,6 +64,9 @@ class LoopConfig(StrictModel):
     val_period: int = Field(default=10, ge=0)
     """Steps from one validation to the next; 0: none in between."""
 
+    val_start_at: int = Field(default=-1, ge=-1)
+    """First step after which a periodic validation may come; -1: any. At the start and at the end nothing changes."""
+
     val_at_start: bool = False
     """Validate before the first step."""
 
@@ -72,6 +75,10 @@ class LoopConfig(StrictModel):
 
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """End the run when a metric of the validations is good enough, or gets no better."""
+
+    def validates_after(self, step: int) -> bool:
+        """Whether the period asks for a validation after this step."""
+        return self.val_period > 0 and step % self.val_period == 0 and step >= self.val_start_at
 
     @property
     def validates(self) -> bool:
@@ -199,8 +206,8 @@ class RunConfig(StrictModel):
                 yield key, f"{name} needs validation; set {self.section}.val_period above 0, or metric_name=null"
             elif metric not in available and metric.partition("/")[0] not in free_prefixes:
                 more = ""
-                if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
-                    more = f" ({self.section}.val_num_generations_per_prompt decides on pass_at_k)"
+                if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass_k|pass@\w+", metric):
+                    more = f" ({self.section}.val_num_generations_per_prompt decides on pass_at_k and pass_k)"
                 fix = did_you_mean(metric, sorted(available)).replace("you mean ", f"you mean {prefix}:")
                 yield key, f"no run with this configuration produces {name}{more}; {fix}"
             elif prefix == "val" and ranks_saves and saves.save_period % val_period:

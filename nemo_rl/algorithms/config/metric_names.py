@@ -4,7 +4,7 @@
 starts (`RunConfig.check_metric_names`). The names carry no `train/` or `validation/`.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 UPDATE = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_valid_toks", "num_skipped_steps"})
 """Every optimizer step."""
@@ -59,6 +59,9 @@ POLICY_GRADIENT = frozenset(
     }
 )
 """The clipped policy-gradient loss."""
+
+LIKELIHOOD = frozenset({"positive_example_nll"})
+"""That loss with `positive_example_nll_weight`."""
 
 VALUE = frozenset(
     {
@@ -125,7 +128,7 @@ def of_tasks(tasks: Sequence[str], names: Collection[str]) -> frozenset[str]:
     return frozenset(f"{task}/{name}" for task in tasks for name in (*names, "num_samples"))
 
 
-def rollout_validation(k_values: Iterable[int]) -> frozenset[str]:
+def rollout_validation(k_values: Collection[int]) -> frozenset[str]:
     """Names that a validation by generation reports under `validation/`, with these k of pass@k and best-of-k."""
-    sampled = {f"{name}_{k}" for k in k_values for name in ("pass_at", "best_of")}
+    sampled = {f"{name}_{k}" for k in k_values for name in ("pass_at", "best_of")} | ({"pass_k"} if k_values else set())
     return frozenset({"accuracy", "reward", "avg_length", "failed_sample_rate", "timed_out_rate"} | sampled)

@@ -121,7 +121,8 @@ class PPOMasterConfig(RolloutMasterConfig):
     @property
     def train_metrics(self) -> frozenset[str]:
         value = metric_names.UPDATE | metric_names.MOE | metric_names.VALUE
-        return self.rollout_metrics | metric_names.POLICY_GRADIENT | {f"value/{name}" for name in value}
+        names = self.rollout_metrics | metric_names.POLICY_GRADIENT | {f"value/{name}" for name in value}
+        return names | metric_names.LIKELIHOOD if self.loss_fn.positive_example_nll_weight > 0 else names
 
     @property
     def further_models(self) -> list[FurtherModel]:

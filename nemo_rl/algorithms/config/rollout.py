@@ -368,9 +368,9 @@ _SAMPLING = {
 def reference_kl_rules(section: str) -> dict[str, str]:
     """Rules of the algorithm `section` with a KL penalty to the reference policy, in the loss or in the reward."""
     return {
-        "loss_fn.reference_policy_kl_penalty > 0 excludes policy.generation.is_filtered": (
-            "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
-            "the reference; set it to 0, or top_p=1 and top_k=null"
+        "loss_fn.use_kl_in_reward excludes policy.generation.is_filtered": (
+            "not supported yet: the KL in the reward with policy.generation.top_p or top_k, which filter the policy "
+            "and not the reference; set it to false, or top_p=1 and top_k=null"
         ),
         f"{section}.skip_reference_policy_logprobs_calculation excludes loss_fn.reference_policy_kl_penalty > 0": (
             "the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 (it is "

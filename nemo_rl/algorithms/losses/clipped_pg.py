@@ -19,7 +19,7 @@ from nemo_rl.algorithms.losses.aggregate import (
     token_mean,
 )
 from nemo_rl.algorithms.losses.divergence import ImportanceWeights, agreement_metrics, importance_weights, reference_kl
-from nemo_rl.types import LossMetrics, PolicyGradientInputs
+from nemo_rl.types import LikelihoodInputs, LossMetrics, PolicyGradientInputs
 
 
 class ClippedPGLoss:
@@ -30,15 +30,19 @@ class ClippedPGLoss:
     0 with a graph, so that every rank can call backward.
     """
 
-    inputs_type = PolicyGradientInputs
-
     def __init__(self, cfg: ClippedPGLossConfig) -> None:
         self.cfg = cfg
 
+    @property
+    def inputs_type(self) -> type[PolicyGradientInputs]:
+        return LikelihoodInputs if self.cfg.positive_example_nll_weight > 0 else PolicyGradientInputs
+
     def __call__(
-        self, logprobs: Tensor, inputs: PolicyGradientInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self, outputs: Tensor, inputs: PolicyGradientInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
+        """`outputs`: logprobs [B, S]; or [B, S, 2] of `LogprobsTwice`, of which the KL takes the unfiltered ones."""
         cfg = self.cfg
+        logprobs, unfiltered = (outputs, outputs) if outputs.ndim == 2 else outputs.unbind(-1)
         assert logprobs.shape == inputs.token_mask.shape, (logprobs.shape, inputs.token_mask.shape)
         mask = inputs.token_mask * inputs.sample_mask[:, None]
         valid = mask > 0
@@ -75,13 +79,18 @@ class ClippedPGLoss:
 
         kl = torch.zeros_like(curr)
         if cfg.reference_policy_kl_penalty != 0:
-            reference = at_valid(inputs.reference_policy_logprobs)
-            must_be_finite.append(reference)
-            kl = reference_kl(curr, reference, cfg)
+            # Top-k and top-p filter the policy and not the reference, so the KL is of both without filters.
+            whole, reference = at_valid(unfiltered), at_valid(inputs.reference_policy_logprobs)
+            must_be_finite += [whole, reference]
+            kl = reference_kl(whole, reference, cfg)
             if cfg.use_on_policy_kl_approximation:  # tokens come from the generation engine, the KL is under the policy
-                kl = (curr - gen).exp().detach() * kl
+                kl = (whole - gen).exp().detach() * kl
             if not cfg.use_kl_in_reward:
                 loss = loss + cfg.reference_policy_kl_penalty * aggregate(kl)
+        nll = torch.zeros(())
+        if isinstance(inputs, LikelihoodInputs):  # VAPO, arXiv 2504.05118, section 4.3
+            nll = -(curr * at_valid(inputs.nll_weights[:, None].expand_as(curr))).sum()
+            loss = loss + cfg.positive_example_nll_weight * nll
         loss = nan_unless_finite(loss, must_be_finite)
 
         with torch.no_grad():
@@ -100,6 +109,8 @@ class ClippedPGLoss:
                 metrics[f"{name}_min"] = masked_min(values, valid)
                 metrics[f"{name}_max"] = masked_max(values, valid)
             metrics["num_valid_samples"] = inputs.sample_mask.sum()
+            if isinstance(inputs, LikelihoodInputs):
+                metrics["positive_example_nll"] = nll
             metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 

@@ -77,12 +77,12 @@ def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
 
 def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> Estimates:
     """The advantages that `grpo` gives each of several rewards, added up, then whitened over the samples of the batch
-    (GDPO, arXiv 2601.05242, section 3).
+    (GDPO, arXiv 2601.05242, section 3). `reward_weights` are factors of the summands.
 
     The sum of the rewards would hide those with little variance: [0, 1] and [1, 0] would be equal.
 
     Raises:
-        ValueError: a sample has fewer than two rewards.
+        ValueError: a sample has fewer than two rewards, or there are not as many weights as rewards.
     """
     num_parts = {len(parts) for group in groups for parts, valid in zip(group.parts, group.valid, strict=True) if valid}
     if num_parts and (len(num_parts) > 1 or min(num_parts) < 2):
@@ -91,12 +91,18 @@ def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
             f"more (found {', '.join(map(str, sorted(num_parts)))}); return rewards [B, n], as math_multi_reward does, "
             "or set grpo.adv_estimator.name=grpo"
         )
+    weights = [1.0] * max(num_parts, default=0) if cfg.reward_weights is None else cfg.reward_weights
+    if num_parts and len(weights) != max(num_parts):
+        raise ValueError(
+            f"grpo.adv_estimator.reward_weights has {len(weights)} weights, and a sample has {max(num_parts)} rewards; "
+            "give one for each, or null"
+        )
     total = [np.zeros(len(group.rewards)) for group in groups]
-    for k in range(max(num_parts, default=0)):
+    for k, weight in enumerate(weights if num_parts else ()):
         of_part = [
             replace(group, rewards=[parts[k] if parts else 0.0 for parts in group.parts], parts=()) for group in groups
         ]
-        total = [sums + a for sums, a in zip(total, grpo(of_part, cfg, kl_in_reward), strict=True)]
+        total = [sums + weight * a for sums, a in zip(total, grpo(of_part, cfg, kl_in_reward), strict=True)]
     return _whitened(total, [_arrays(group)[1].astype(np.float64) for group in groups], cfg.eps)
 
 

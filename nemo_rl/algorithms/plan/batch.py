@@ -26,19 +26,44 @@ def plan_batch(
     masks: Sequence[Sequence[float]],
     *,
     rewards: Sequence[Sequence[float]] | None = None,
+    good: Sequence[Sequence[bool]] | None = None,
+    global_batch_size: int,
     **how: Any,
 ) -> BatchPlan:
     """`plan_samples` of finished groups, whose samples fill the optimizer steps in order.
 
     `advantages`, `masks` and `rewards` are per group and row; mask 0.0 leaves a row out of the loss, not out of the
     batch. With `rewards` the workers compute the advantages. An optimizer step has `global_batch_size` samples, with
-    all their rows.
+    all their rows. `good`: the rows whose likelihood the loss raises, also per group and row.
     """
     # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
     samples = rows_of_groups(groups, advantages, masks)
     if rewards is not None:
         samples = [[replace(row, reward=rewards[row.group][row.index]) for row in rows] for rows in samples]
-    return plan_samples(samples, [(group.ref, group.place) for group in groups], **how)
+    if good is not None:
+        samples = weigh_likelihood(samples, groups, good, global_batch_size)
+    refs = [(group.ref, group.place) for group in groups]
+    return plan_samples(samples, refs, global_batch_size=global_batch_size, **how)
+
+
+def weigh_likelihood(
+    samples: Sequence[Sequence[PlannedSample]],
+    groups: Sequence[GroupHandle],
+    good: Sequence[Sequence[bool]],
+    global_batch_size: int,
+) -> list[list[PlannedSample]]:
+    """The rows with `nll_weight`: 1 / loss tokens of all good rows of its optimizer step, and 0 for other rows."""
+
+    def tokens(row: PlannedSample) -> int:
+        counts = row.mask > 0 and good[row.group][row.index]
+        return groups[row.group].rows[row.index].num_generated_tokens if counts else 0
+
+    weighed = []
+    for start in range(0, len(samples), global_batch_size):
+        step = samples[start : start + global_batch_size]
+        total = sum(tokens(row) for rows in step for row in rows)
+        weighed += [[replace(row, nll_weight=1.0 / total if tokens(row) else 0.0) for row in rows] for rows in step]
+    return weighed
 
 
 def rows_of_groups(

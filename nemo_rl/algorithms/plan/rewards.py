@@ -66,6 +66,12 @@ class ScoredGroup:
         return self.handle.row_values([[advantage * row.credit for row in sample.rows] for sample, advantage in pairs])
 
     @property
+    def good_rows(self) -> list[bool]:
+        """Whether the sample of each row, in the order of `handle.rows`, has a reward above 0."""
+        pairs = zip(self.handle.samples, self.rewards, strict=True)
+        return self.handle.row_values([[reward > 0] * len(sample.rows) for sample, reward in pairs])
+
+    @property
     def row_masks(self) -> list[float]:
         """The mask of each row, in the order of `handle.rows`."""
         pairs = zip(self.handle.samples, self.masks, strict=True)

@@ -148,6 +148,7 @@ def validation_metrics(handles: Sequence[GroupHandle], *, k_values: Sequence[int
     avg_length          mean number of generated tokens
     pass_at_{k}         mean over prompts of `pass_at_k`
     best_of_{k}         mean over prompts of `best_of_k`
+    pass_k              share of prompts with a reward above 0, if there are `k_values`
     failed_sample_rate  share of all samples that failed; they do not count as wrong
     timed_out_rate      share of all samples that reached the time limit of episodes; they do not count as wrong either
 
@@ -168,6 +169,8 @@ def validation_metrics(handles: Sequence[GroupHandle], *, k_values: Sequence[int
         enough = [group for group in groups if len(group) >= k]
         metrics[f"pass_at_{k}"] = _mean([pass_at_k(len(g), sum(r >= 1.0 for r in g), k) for g in enough])
         metrics[f"best_of_{k}"] = _mean([best_of_k(g, k) for g in enough])
+    if k_values:
+        metrics["pass_k"] = _mean([max(group) > 0 for group in groups if group])
     return metrics
 
 

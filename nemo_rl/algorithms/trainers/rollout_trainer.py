@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config import metric_names
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.loop import RunTools, Trainer
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
+from nemo_rl.algorithms.plan.rewards import ScoredGroup
 from nemo_rl.algorithms.recovery import RolloutRecovery
 from nemo_rl.algorithms.trainers.disagreement import Sides, look_into
 from nemo_rl.algorithms.trainers.group_sources import (
@@ -39,7 +41,9 @@ from nemo_rl.algorithms.trainers.metrics import (
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.flops import EXPECTED, IDEAL, Layout, ModelFlops, Work, predict
+from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, LogprobsTwice
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -53,6 +57,16 @@ if TYPE_CHECKING:
 
 TOKEN_ERROR, SAMPLE_ERROR = "token_mult_prob_error", "sample_mult_prob_error_max"
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
+
+
+def policy_gradient_task(policy: RolloutPolicyConfig, loss: ClippedPGLossConfig) -> HeadTask:
+    """What the loss of a policy gradient reads: with filters, a KL penalty needs logprobs without them, too."""
+    return LogprobsTwice() if policy.generation.is_filtered and loss.reference_policy_kl_penalty > 0 else Logprobs()
+
+
+def good_rows(groups: Sequence[ScoredGroup], loss: ClippedPGLossConfig) -> list[list[bool]] | None:
+    """The rows whose likelihood the loss raises; None if it does not."""
+    return [group.good_rows for group in groups] if loss.positive_example_nll_weight > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +180,13 @@ class RolloutTrainer(Trainer):
         masks: Sequence[Sequence[float]],
         *,
         rewards: Sequence[Sequence[float]] | None = None,
+        good: Sequence[Sequence[bool]] | None = None,
         will_sync: bool = True,
     ) -> BatchPlan:
         """Plan which sample goes to which rank, optimizer step and micro-batch; the policy's workers fetch their rows.
 
-        `advantages`, `masks` and `rewards` are as in `plan_batch`: mask 0 keeps a row out of the loss. `will_sync`: new
-        weights follow before generation samples again, so engines that make room need not keep theirs.
+        `advantages`, `masks`, `rewards` and `good` are as in `plan_batch`: mask 0 keeps a row out of the loss.
+        `will_sync`: new weights follow before generation samples again, so engines that make room need not keep theirs.
         """
         self.environment_metrics = self.rollouts.environment_metrics(self.generated)  # environments now have time
         if will_sync:
@@ -181,6 +196,7 @@ class RolloutTrainer(Trainer):
             advantages,
             masks,
             rewards=rewards,
+            good=good,
             num_ranks=self.policy.data_parallel_size,
             global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,

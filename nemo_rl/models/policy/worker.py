@@ -310,10 +310,12 @@ class PolicyWorker(PolicyWorkerInterface):
             if isinstance(inputs, PolicyGradientInputs) and "prev_logprobs" not in batches[number][0].columns:
                 # No update happened in between, so these are the previous logprobs.
                 assert len(self.plan.train) == 1, "several optimizer steps need previous logprobs before the first"
-                inputs.prev_logprobs = outputs.detach()
+                inputs.prev_logprobs = _policy_logprobs(outputs).detach()
             loss, metrics = loss_fn(outputs, inputs, seqs, toks)
             parts[number] = metrics | {"loss": loss.detach()}
-            self._keep_outputs(micro_batches[number], outputs.detach())
+            is_policy = isinstance(inputs, PolicyGradientInputs)
+            kept = _policy_logprobs(outputs) if is_policy else outputs
+            self._keep_outputs(micro_batches[number], kept.detach())
             return loss
 
         with self._training_mode():
@@ -427,3 +429,8 @@ class PolicyWorker(PolicyWorkerInterface):
         if self.saver is not None:
             self.saver.close()
         dist.destroy_process_group()
+
+
+def _policy_logprobs(outputs: torch.Tensor) -> torch.Tensor:
+    """[B, S] of the distribution that is sampled from, out of the outputs of `Logprobs` or `LogprobsTwice`."""
+    return outputs if outputs.ndim == 2 else outputs[..., 0]

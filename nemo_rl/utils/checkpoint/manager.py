@@ -73,6 +73,7 @@ class CheckpointManager:
         self._logged_metric = None if cfg.metric_name is None else logged_metric(cfg.metric_name)
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k
+        self._cfg = cfg
         self._free_bytes = free_bytes
         self._known_metrics = known_metrics
         self._damaged_steps: set[int] = set()  # kept on disk for inspection, otherwise ignored
@@ -175,16 +176,18 @@ class CheckpointManager:
         return path
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Keep the best `keep_top_k` by `metric_name` and the latest; keep all if `keep_top_k` is None.
+        """Keep the best `keep_top_k` by `metric_name`, and the latest one or `ft_keep_latest_k`.
 
-        On ties, and without a metric, newer is better. Damaged checkpoints are neither counted nor removed.
+        All are kept if both are None. With `ft_*` keys, `keep_top_k` counts multiples of `save_period` alone (None: all
+        of these). On ties, and without a metric, newer is better. Damaged checkpoints are neither counted nor removed.
         """
-        if self.keep_top_k is None:
+        num_latest = self._cfg.ft_keep_latest_k
+        if self.keep_top_k is None and num_latest is None:
             return
         ranked = self._best_first()
-        kept = set(ranked[: self.keep_top_k])
-        if exclude_latest and ranked:
-            kept.add(max(ranked))
+        kept = set([step for step in ranked if self._cfg.is_ranked(step)][: self.keep_top_k])
+        if exclude_latest:
+            kept |= set(sorted(ranked)[-(num_latest or 1) :])
         for step in ranked:
             if step not in kept:
                 # A process that dies while deleting leaves no half checkpoint called step_N.
@@ -289,10 +292,10 @@ class CheckpointManager:
             return -math.inf
         return value if self.higher_is_better else -value
 
-    def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
+    def check_metric_is_there(self, step: int, metrics: Mapping[str, float]) -> None:
         """ValueError if nothing reports `metric_name`; a warning if this step does not (see `chosen_metric`)."""
         name = self.metric_name
-        if name is None:
+        if name is None or not self._cfg.is_ranked(step):
             return
         if chosen_metric("checkpointing.metric_name", name, metrics, self._known_metrics) is None:
             logger.warning("this step has no %s: its checkpoint counts as the worst", name)
@@ -389,7 +392,7 @@ class PendingSave:
             num_bytes = seal(self.tmp_path) if self.sealing is None else self.sealing.result()
             path = self.manager.rename_finished(self.tmp_path, num_bytes)
         self.seconds = time.monotonic() - self.started
-        self.manager.check_metric_is_there(self.metrics)
+        self.manager.check_metric_is_there(self.step, self.metrics)
         self.manager.remove_old_checkpoints()
         return path
 

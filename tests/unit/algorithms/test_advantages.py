@@ -151,6 +151,21 @@ def test_gdpo_normalises_each_reward_and_then_the_batch():
     assert found[0][0] == pytest.approx(found[0][1], rel=1e-5), "10 of one reward is worth 1 of another"
 
 
+def test_gdpo_weighs_its_rewards():
+    groups = [parted([0.0, 10.0], [1.0, 0.0], [0.0, 0.0]), parted([1.0, 1.0], [1.0, 0.0], [0.0, 0.0])]
+    weighed = compute_advantages(groups, cfg("gdpo", reward_weights=[0.0, 2.0])).advantages
+    second = [group([parts[1] for parts in g.parts]) for g in groups]
+    of_second = np.concatenate(compute_advantages(second, cfg()).advantages)
+    np.testing.assert_allclose(
+        np.concatenate(weighed), 2 * (of_second - of_second.mean()) / (2 * of_second.std(ddof=1) + 1e-6), atol=1e-12
+    )
+    assert weighed != compute_advantages(groups, cfg("gdpo")).advantages
+    with pytest.raises(
+        ValueError, match=r"reward_weights has 3 weights, and a sample has 2 rewards; give one for each"
+    ):
+        compute_advantages(groups, cfg("gdpo", reward_weights=[1.0, 1.0, 1.0]))
+
+
 def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
     whole = compute_advantages([parted([0.0, 1.0], [1.0, 0.0], [1.0, 1.0])], cfg("gdpo")).advantages[0]
     failed = parted([0.0, 1.0], [], [1.0, 0.0], [1.0, 1.0], valid=[True, False, True, True])

@@ -14,6 +14,7 @@ from nemo_rl.algorithms.trainers.group_sources import PromptRequests, TooManyFai
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.models.policy.flops import find_gpu
+from nemo_rl.models.policy.head.tasks import Logprobs, LogprobsTwice
 from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SampleStatus, SamplingParams
 from nemo_rl.utils.config import ReportConfig
@@ -105,6 +106,22 @@ def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
     rows = run.go()
     assert [row["train/num_skipped_steps"] for row in rows] == [1, 0, 0]
     assert "optimizer steps were skipped" in run.text.getvalue()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_only_a_loss_that_raises_the_likelihood_plans_it(tmp_path, weight):
+    run = GRPORun(tmp_path, f"loss_fn.positive_example_nll_weight={weight}", "grpo.max_num_steps=1")
+    run.go()
+    rows = [row for plan in run.policy.plans for batch in plan.ranks[0].logprobs for row in batch]
+    good = [row.nll_weight for row in rows if row.index % 2]  # rewards 0 and 1 by turns
+    assert all(value > 0 for value in good) if weight else {row.nll_weight for row in rows} == {None}
+
+
+@pytest.mark.parametrize(("setting", "task"), [("top_p=0.9", LogprobsTwice()), ("top_p=1.0", Logprobs())])
+def test_a_filtered_policy_with_a_kl_penalty_is_scored_twice(tmp_path, setting, task):
+    assert GRPORun(tmp_path, f"policy.generation.{setting}").trainer.task == task
+    alone = GRPORun(tmp_path / "no_kl", f"policy.generation.{setting}", "loss_fn.reference_policy_kl_penalty=0")
+    assert alone.trainer.task == Logprobs()
 
 
 def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_path):

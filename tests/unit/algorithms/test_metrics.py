@@ -69,6 +69,13 @@ def test_turn_metrics_by_hand():
     assert metrics.turn_seconds(samples[-1:]) == {}
 
 
+def test_pass_k_is_the_share_of_prompts_with_a_reward_above_zero():
+    handles = [handle(sample(0.25), sample(0.0)), handle(sample(0.0), sample(0.0)), handle(sample(1.0), sample(0.0))]
+    handles.append(handle(*[sample(0.0, SampleStatus.FAILED)] * 2))
+    assert metrics.validation_metrics(handles, k_values=[1, 2])["pass_k"] == pytest.approx(2 / 3)
+    assert "pass_k" not in metrics.validation_metrics(handles)
+
+
 @settings(max_examples=40, deadline=None)
 @given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=7), data=st.data())
 def test_best_of_k_is_the_mean_over_all_draws_and_pass_at_k_the_same_for_binary_rewards(rewards, data):

@@ -35,6 +35,15 @@ def plan_of(lengths: list[int], batching: Batching, group_size: int = 1, **layou
     return plan_batch(groups, advantages, ones, batching=batching, **layout)
 
 
+def test_good_rows_share_the_likelihood_of_their_optimizer_step():
+    groups = [handle(sample(1.0, generated=2), sample(0.0, generated=5)), handle(*[sample(1.0, generated=3)] * 2)]
+    ones, good = [[1.0, 1.0], [0.0, 1.0]], [[True, False], [True, True]]  # the third row is masked
+    for size, expected in ((2, [1 / 2, 0.0, 0.0, 1 / 3]), (4, [1 / 5, 0.0, 0.0, 1 / 5])):
+        plan = plan_batch(groups, ones, ones, good=good, num_ranks=1, global_batch_size=size, batching=fixed(1, 1))
+        rows = {(row.group, row.index): row.nll_weight for batch in plan.ranks[0].logprobs for row in batch}
+        assert [rows[key] for key in sorted(rows)] == pytest.approx(expected)
+
+
 def fixed(train: int, logprobs: int) -> Batching:
     return Batching(train=FixedSize(train), logprobs=FixedSize(logprobs), quadratic_weight=0.01)
 

@@ -296,6 +296,16 @@ def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
     assert trainer.state.total_steps == 0 and "val:val_loss is good enough" in trainer.text.getvalue()
 
 
+def test_periodic_validations_begin_at_a_step_and_checkpoints_have_two_periods(tmp_path):
+    loop = LoopConfig(val_period=1, val_start_at=4, val_at_start=True)
+    how: Any = {"policies": [FakePolicy()], "num_steps": 5, "save_period": 3, "ft_save_period": 2, "keep_top_k": None}
+    trainer = FakeTrainer(tmp_path, loop=loop, values=[1.0] * 6, **how)
+    trainer.train()
+    assert [number for number, row in enumerate(trainer.rows()) if "validation/val_loss" in row] == [0, 4, 5]
+    saved = sorted(path.name for path in Path(trainer.tools.checkpointing.checkpoint_dir).glob("step_*"))
+    assert saved == ["step_2", "step_3", "step_4", "step_5"]
+
+
 @pytest.mark.parametrize(("enabled", "told"), [(True, "saved, and the run ends"), (False, "nothing is saved")])
 def test_the_end_of_the_time_says_whether_there_is_a_checkpoint(tmp_path, enabled, told):
     trainer = FakeTrainer(tmp_path, enabled=enabled, checkpoint_must_save_by="00:00:00:00")

@@ -54,6 +54,11 @@ loss_fn.force_on_policy_ratio=true & BATCH=128 -> loss_fn.force_on_policy_ratio 
 loss_fn.ratio_clip_c=1.1 -> must be above 1 + ratio_clip_max = 1.2
 grpo.skip_reference_policy_logprobs_calculation=true -> set loss_fn.reference_policy_kl_penalty=0 (it is 0.01)
 GENERATION.temperature=0 -> needs a temperature above 0
+GENERATION.top_p=0.9 & GENERATION.top_k=50 -> fine
+GENERATION.top_p=0.9 & loss_fn.use_kl_in_reward=true & grpo.adv_estimator.name=reinforce_plus_plus
+    -> loss_fn.use_kl_in_reward ... not supported yet: the KL in the reward
+grpo.adv_estimator.reward_weights=[1, 2] -> weighs several rewards, which gdpo alone tells apart
+grpo.adv_estimator={name: gdpo, reward_weights: [1, 2]} -> fine
 ALONE -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
 ALONE & grpo.use_leave_one_out_baseline=false -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
 ALONE & grpo.adv_estimator.name=reinforce_plus_plus
@@ -77,6 +82,7 @@ checkpointing.metric_name=train:max_seq_mult_prob_error -> no run with this conf
 checkpointing.metric_name=accuracy -> must be "val:<metric>"
 checkpointing.metric_name=val:acuracy -> did you mean val:accuracy?
 checkpointing.metric_name=val:pass_at_4 -> grpo.val_num_generations_per_prompt decides
+checkpointing.metric_name=val:pass_k -> grpo.val_num_generations_per_prompt decides
 checkpointing.metric_name=val:best_of_6 & grpo.val_num_generations_per_prompt=6 -> fine
 checkpointing.checkpoint_must_save_by=3h -> 00:03:45:00
 grpo.replay_from=/nope & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null

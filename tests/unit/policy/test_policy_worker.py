@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nemo_rl.models.policy.batch.samples import SampleSettings
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.models.policy.dtensor.model import exported_of, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
-from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs, LogprobsTwice
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.report.run_files import read_block
@@ -256,3 +257,21 @@ def test_two_deterministic_runs_are_bitwise_equal(llama: Path) -> None:
     first = steps_on(llama, use_gpu=True, deterministic=True, precision="bfloat16")
     second = steps_on(llama, use_gpu=True, deterministic=True, precision="bfloat16")
     assert first == second
+
+
+def test_logprobs_with_and_without_filters_in_one_pass(qwen: Path) -> None:
+    def rank_main(rank: int, world: int) -> dict[str, Any]:
+        sampling = replace(steps.worker_settings(qwen).sampling, top_k=3)
+        worker = steps.make_worker(qwen, steps.policy_config(train_global_batch_size=16), sampling=sampling)
+        steps.load_step(worker)
+        for column, task in (("kept", Logprobs()), ("all", Logprobs(filtered=False)), ("both", LogprobsTwice())):
+            worker.compute(task, column)
+        for row in worker.rows.values():
+            assert torch.equal(row.columns["both"], torch.stack([row.columns["kept"], row.columns["all"]], dim=-1))
+            row.columns["reference_policy_logprobs"] = row.columns["all"] - 0.5 * row.token_mask
+        loss = steps.LOSS.model_copy(update={"reference_policy_kl_type": "k1"})
+        return worker.train(ClippedPGLoss(loss), LogprobsTwice()).metrics
+
+    [metrics] = run_world(rank_main, 1)
+    assert metrics["kl_penalty"] == pytest.approx(0.5), "the KL is of the logprobs without filters"
+    assert metrics["probs_ratio"] == pytest.approx(1.0), "and the ratio of those with"

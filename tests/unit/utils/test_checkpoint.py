@@ -91,6 +91,25 @@ def test_the_best_and_the_latest_are_kept(tmp_path, caplog, higher_is_better, ac
     assert ("counts as the worst" in caplog.text) == (None in accuracies)
 
 
+FT_STEPS = [
+    # of every 2nd step the best two by accuracy, 0.9 at step 2 and 0.5 at steps 4 and 6; of all steps the latest two
+    ({"keep_top_k": 2, "ft_keep_latest_k": 2}, "1 2 3 4 5 6 7", "2 6 7"),
+    ({"keep_top_k": 1, "ft_keep_latest_k": 2}, "1 2 3", "2 3"),
+    ({"keep_top_k": None, "ft_keep_latest_k": 1}, "1 2 3 4 5", "2 4 5"),
+    ({"keep_top_k": 2, "ft_save_period": 1}, "1 2 3 4 5 6 7", "2 6 7"),
+    ({"keep_top_k": None, "ft_save_period": 1}, "1 2 3", "1 2 3"),
+]
+
+
+@pytest.mark.parametrize(("settings", "saved", "kept"), FT_STEPS)
+def test_checkpoints_against_failures_are_kept_beside_the_best(tmp_path, caplog, settings, saved, kept):
+    manager = manager_in(tmp_path, save_period=2, metric_name="val:accuracy", **settings)
+    for step in map(int, saved.split()):
+        save(manager, step, **({} if step % 2 else {"validation__accuracy": 0.9 if step == 2 else 0.5}))
+    assert steps_in(tmp_path) == [f"step_{step}" for step in kept.split()]
+    assert "counts as the worst" not in caplog.text  # those in between have no validation
+
+
 def test_a_step_may_lack_the_metric_that_ranks_unless_its_environment_reports_others(tmp_path, caplog):
     known = {"train/loss", "train/sums/reward", "train/sums/num_samples"}
     logged = {"train__reward": 1.0, "train__sums__num_samples": 0.0, "train__math__accuracy": 1.0}

@@ -77,6 +77,8 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
                 continue
             row.columns["generation_logprobs"] = torch.from_numpy(sample.generation_logprobs.copy())
             row.columns["advantages"] = torch.full(row.token_mask.shape, planned.advantage, dtype=torch.float32)
+            if planned.nll_weight is not None:
+                row.columns["nll_weights"] = torch.tensor(planned.nll_weight)
             if planned.reward is not None:
                 row.columns["final_reward"] = torch.tensor(planned.reward)
             if sample.routed_experts is not None:

@@ -69,6 +69,17 @@ class Logprobs(HeadTask):
 
 
 @dataclass(frozen=True)
+class LogprobsTwice(HeadTask):
+    """The logprobs of each scored token with top-k and top-p, and without: [N, 2]."""
+
+    num_values = 2
+
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        found = [Logprobs(filtered)(model, states, batch) for filtered in (True, False)]
+        return torch.stack(found, dim=1)
+
+
+@dataclass(frozen=True)
 class Scalars(HeadTask):
     """The score of each scored token: the reward of a sequence, or the value of a state."""
 

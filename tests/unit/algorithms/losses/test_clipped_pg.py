@@ -9,7 +9,7 @@ import torch
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.divergence import agreement_metrics, calculate_kl, importance_weights
-from nemo_rl.types import PolicyGradientInputs
+from nemo_rl.types import LikelihoodInputs, PolicyGradientInputs
 from tests.unit.algorithms.losses.batches import all_valid, evaluated, random_rows
 
 GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
@@ -66,6 +66,18 @@ def random_batch(num_rows: int, seed: int) -> tuple[torch.Tensor, PolicyGradient
     return near(0.4).requires_grad_(), inputs
 
 
+def random_likelihood_batch(num_rows: int, seed: int) -> tuple[torch.Tensor, LikelihoodInputs]:
+    """Every other row is good."""
+    logprobs, inputs = random_batch(num_rows, seed)
+    return logprobs, LikelihoodInputs(**vars(inputs), nll_weights=torch.arange(num_rows) % 2 / 7)
+
+
+def random_batch_twice(num_rows: int, seed: int) -> tuple[torch.Tensor, PolicyGradientInputs]:
+    """Logprobs with and without filters."""
+    logprobs, inputs = random_batch(num_rows, seed)
+    return torch.stack([logprobs, logprobs - 0.1], dim=-1).detach().requires_grad_(), inputs
+
+
 def one_row(
     curr: list[float], prev: list[float], advantage: float, **changes: list[float]
 ) -> tuple[Any, PolicyGradientInputs]:
@@ -107,6 +119,28 @@ def test_kl_in_reward_is_reported_and_not_in_the_loss():
     kl = 0.5 - 1 + math.log(2)
     assert inside == pytest.approx(kl) and inside_metrics["kl_penalty"] == pytest.approx(kl)
     assert outside == 0.0 and grad == [0.0] and metrics["kl_penalty"] == pytest.approx(kl)
+
+
+def test_the_kl_of_a_filtered_policy_is_of_both_without_filters():
+    """The policy term has the filtered logprobs, the KL and its weight the unfiltered ones."""
+    logprobs, inputs = one_row([0.5], [0.5], 1.0, gen=[0.8], reference=[0.25])
+    both = torch.stack([logprobs.detach(), torch.tensor([[0.4]]).log()], dim=-1).requires_grad_()
+    on_policy = {"reference_policy_kl_penalty": 1.0, "use_on_policy_kl_approximation": True}
+    loss_fn = ClippedPGLoss(ClippedPGLossConfig.model_validate(on_policy))
+    loss, gradient, metrics = evaluated(loss_fn, both, inputs)
+    kl = (0.25 / 0.4 - 1 - math.log(0.25 / 0.4)) * 0.4 / 0.8
+    assert loss == pytest.approx(-1.0 + kl) and metrics["kl_penalty"] == pytest.approx(kl)
+    assert gradient[0, 0].tolist() == pytest.approx([-1.0, (1 - 0.25 / 0.4) * 0.4 / 0.8])
+
+
+def test_the_likelihood_of_good_samples_by_hand():
+    logprobs, inputs = one_row([0.5, 0.2], [0.5, 0.2], 0.0)
+    good = LikelihoodInputs(**vars(inputs), nll_weights=torch.tensor([0.25]))
+    cfg = NO_KL | {"positive_example_nll_weight": 0.1}
+    loss, grad, metrics = run(cfg, logprobs, good)
+    nll = -(math.log(0.5) + math.log(0.2)) / 4
+    assert loss == pytest.approx(0.1 * nll) and metrics["positive_example_nll"] == pytest.approx(nll)
+    assert grad == pytest.approx([-0.1 / 4] * 2)
 
 
 @pytest.mark.parametrize(

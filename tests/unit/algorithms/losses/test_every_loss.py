@@ -53,6 +53,11 @@ for mode in test_distillation.MODES:
 for name in test_clipped_pg.SWITCHES:
     columns = OF_SAMPLING if name in ("grpo", "gspo", "cispo", "icepop", "reinforce") else ()
     CASES[name] = Case(ClippedPGLoss(test_clipped_pg.config(name)), test_clipped_pg.random_batch, columns)
+_LIKELIHOOD = test_clipped_pg.config("grpo").model_copy(update={"positive_example_nll_weight": 0.1})
+CASES["likelihood"] = Case(ClippedPGLoss(_LIKELIHOOD), test_clipped_pg.random_likelihood_batch, OF_SAMPLING)
+CASES["filtered"] = Case(
+    ClippedPGLoss(test_clipped_pg.config("on_policy_kl")), test_clipped_pg.random_batch_twice, OF_SAMPLING
+)
 
 
 @settings(max_examples=150, deadline=None)
