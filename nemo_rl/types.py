@@ -84,6 +84,7 @@ class SamplingParams:
     top_k: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()  # texts that are never sampled
 
 
 def are_stop_strings(value: Any) -> bool:
@@ -103,7 +104,7 @@ class Completion:
     """The engine's result for one request. `token_ids` includes the stop token if one was sampled."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of each sampled token, under the processed (temperature, top-p, top-k) distribution
+    logprobs: list[float]  # of each sampled token, as the engine's `logprobs_mode` says
     stop_reason: StopReason
     weight_version: int  # version of the weights when the request was dispatched
     routed_experts: np.ndarray | None = None  # uint8 or int16 [P + sampled tokens - 1, layers, K]; P prompt tokens

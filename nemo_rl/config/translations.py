@@ -89,7 +89,7 @@ MANY_STEPS = 1_000_000
 """`max_num_steps` from which on epochs end a run."""
 
 _SCHEDULER, _SPECULATION = "megatron_cfg.scheduler", "vllm_kwargs.speculative_config"
-_ASYNC = "grpo.async_grpo"
+_ASYNC, _LIMITS = "grpo.async_grpo", "vllm_kwargs.limit_mm_per_prompt"
 VALUES: Rules = {
     "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
     "ppo.adv_estimator.length_adaptive_alpha: ppo.adv_estimator.length_adaptive_alpha=0 -> null": (
@@ -134,6 +134,12 @@ VALUES: Rules = {
             ("patience", "", "null"),
         )
     },
+    **{
+        f"data.max_images: {generation}.{_LIMITS}.image > 0 -> {{{generation}.{_LIMITS}.image}}": (
+            "as vllm_kwargs.limit_mm_per_prompt.image asks"
+        )
+        for generation in ("policy.generation", "generation")
+    },
     # The single controller of NeMo RL: how far sampling may lead training.
     f"{_ASYNC}.enabled: async_rl.sampler.name=[in_order, ready_first, weight_fifo] -> true": "as async_rl.sampler asks",
     **{
@@ -154,6 +160,7 @@ VALUES: Rules = {
 READ_IN_OTHER_KEYS = (
     *("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold", "async_rl.sampler.name"),
     *("async_rl.sampler.max_lookahead_versions", "async_rl.sampler.max_staleness_versions"),
+    f"generation.{_LIMITS}",
 )
 """Keys from which `VALUES` makes others."""
 
@@ -384,6 +391,8 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("calculate_per_token_loss", "do_not_average_loss", "cp_normalize", under=_MEGATRON, neutral=_not_true),
         *_keys("scale_loss_by_dp_cp_size", under=_MEGATRON, neutral=lambda value: value is not False),
     ),
+    "completions always end where the context does": _keys("generation.cap_max_tokens_to_context"),
+    "features of images are never kept over a sync": _keys(f"{_VLLM}.reset_encoder_cache_after_weight_update"),
     "what it names is no part of this model": _keys("radio_force_cpe_eval_mode", under=_MEGATRON),
     "the model says whether it sees images": _keys("model.is_vlm"),
     "groups that fail are replaced in a way of this library's own": (
@@ -426,7 +435,10 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
     ),
     "environments of video and sound": (
         *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor", f"{_VLLM}.video"),
-        *_keys("audio", "video", under="generation.vllm_kwargs.limit_mm_per_prompt", neutral=one_of(None, 0)),
+        *(
+            Foreign(f"generation.{_LIMITS}.{kind}", one_of(None, 0), is_ours=True)  # any name is a key there
+            for kind in ("audio", "video")
+        ),
         _without("environment.type", *SOUND_SETS),
         _without("dataset.dataset_name", *SOUND_SETS),
     ),

@@ -121,6 +121,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
         "eval": {key: vars(config.eval)[key] for key in ("seed", "num_tests_per_prompt", "max_rollout_turns")},
         "generation": {
             **{key: sampling[key] for key in order},
+            **({"bad_words": sampling["bad_words"]} if sampling["bad_words"] else {}),
             "max_model_len": engine.max_model_len,
             "precision": engine.precision,
             "vllm_kwargs": config.generation.vllm_kwargs,

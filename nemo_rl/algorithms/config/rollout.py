@@ -301,6 +301,10 @@ _GENERATION_BY_POLICY = {
     "policy.generation.vllm_kwargs and policy.generation.is_by_policy": (
         f"{_BY_POLICY} and know none of {{policy.generation.vllm_kwargs}}; remove them"
     ),
+    "policy.generation.bad_words and policy.generation.is_by_policy": (
+        f"not supported yet: texts that are never sampled where {_BY_POLICY}; set it to null, or "
+        "policy.generation.backend=vllm"
+    ),
     "policy.generation.colocated.enabled=false and policy.generation.is_by_policy": (
         f"{_BY_POLICY}: they have no resources of their own; set it to true, or policy.generation.backend=vllm"
     ),

@@ -89,4 +89,5 @@ def sampling_params(generation: GenerationConfig, tokenizer: PreTrainedTokenizer
         top_k=generation.top_k,
         stop_token_ids=tuple(stops),
         stop_strings=tuple(generation.stop_strings or ()),
+        bad_words=tuple(generation.bad_words or ()),
     )

@@ -179,6 +179,11 @@ class VllmConfig(StrictModel):
     enable_prefix_caching: bool = True
     """Share the KV cache of equal beginnings. Never on CPU."""
 
+    logprobs_mode: Annotated[Literal["processed_logprobs", "raw_logprobs"], _read(None, "processed_logprobs")] = (
+        "processed_logprobs"
+    )
+    """Logprobs of samples: after temperature, top-p, top-k and bad words, or those of the model before all of them."""
+
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engines' processes."""
 
@@ -223,7 +228,7 @@ class HfConfig(StrictModel):
 
 _SAME = ("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
 _SAME = (*_SAME, "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
-_DECIDED_BY = {key: f"vllm_cfg.{key}" for key in _SAME} | {
+_DECIDED_BY = {key: f"vllm_cfg.{key}" for key in (*_SAME, "logprobs_mode")} | {
     "dtype": "vllm_cfg.precision",
     "quantization": "vllm_cfg.precision",
     "kv_cache_memory_bytes": "vllm_cfg.gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)",
@@ -232,13 +237,13 @@ _DECIDED_BY = {key: f"vllm_cfg.{key}" for key in _SAME} | {
 _OURS = (
     "distributed_executor_backend",
     "load_format",
-    "logprobs_mode",
     "worker_extension_cls",
     "weight_transfer_config",
 )
 _DECIDED = {
     **{key: f"{{section}}.{name} decides it; set that instead" for key, name in _DECIDED_BY.items()},
     **dict.fromkeys(("model", "tokenizer", "seed"), "the run sets it; remove the key"),
+    "limit_mm_per_prompt": "data.max_images decides it; set that instead, and remove this",
     **dict.fromkeys(_OURS, "the library decides it; remove the key"),
 }
 """Keys of `vllm_kwargs` that something else decides."""
@@ -280,6 +285,10 @@ class GenerationConfig(StrictModel):
     stop_strings: list[str] | None = None
     """Strings that end a completion; null: none."""
 
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that are never sampled, in validation neither; null: none. Engines then leave their logprobs out of the
+    distribution: with `vllm_cfg.logprobs_mode: raw_logprobs` they report those that training computes."""
+
     colocated: ColocatedConfig = ColocatedConfig()
     """Whether generation shares the policy's devices."""
 
@@ -295,7 +304,20 @@ class GenerationConfig(StrictModel):
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed to vLLM as they are."""
 
-    rules: ClassVar = {f"vllm_kwargs.{key}: vllm_kwargs has {key}": text for key, text in _DECIDED.items()}
+    rules: ClassVar = {
+        **{f"vllm_kwargs.{key}: vllm_kwargs has {key}": text for key, text in _DECIDED.items()},
+        **{
+            f"vllm_cfg.logprobs_mode: vllm_cfg.logprobs_mode=raw_logprobs and {setting}": (
+                f"raw_logprobs are before {name}, which training applies to its own; set it to processed_logprobs, or "
+                f"{{section}}.{fix}"
+            )
+            for setting, name, fix in (
+                ("temperature != 1", "the temperature", "temperature=1"),
+                ("top_p < 1", "top_p", "top_p=1"),
+                ("top_k", "top_k", "top_k=null"),
+            )
+        },
+    }
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         for key, message in (*argument_problems(self.vllm_kwargs), *speculation_problems(self.vllm_kwargs)):

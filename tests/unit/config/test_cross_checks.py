@@ -55,6 +55,10 @@ loss_fn.ratio_clip_c=1.1 -> must be above 1 + ratio_clip_max = 1.2
 grpo.skip_reference_policy_logprobs_calculation=true -> set loss_fn.reference_policy_kl_penalty=0 (it is 0.01)
 GENERATION.temperature=0 -> needs a temperature above 0
 GENERATION.top_p=0.9 & GENERATION.top_k=50 -> fine
+GENERATION.bad_words=[no] & ENGINE.logprobs_mode=raw_logprobs -> fine
+ENGINE.logprobs_mode=raw_logprobs & GENERATION.temperature=0.7 -> before the temperature ... GENERATION.temperature=1
+ENGINE.logprobs_mode=raw_logprobs & GENERATION.top_p=0.9 -> before top_p, which training applies to its own
+GENERATION.bad_words=[no] & GENERATION.backend=hf -> not supported yet: texts that are never sampled
 GENERATION.top_p=0.9 & loss_fn.use_kl_in_reward=true & grpo.adv_estimator.name=reinforce_plus_plus
     -> loss_fn.use_kl_in_reward ... not supported yet: the KL in the reward
 grpo.adv_estimator.reward_weights=[1, 2] -> weighs several rewards, which gdpo alone tells apart

@@ -166,6 +166,8 @@ MEGATRON}, router_replay: {enabled: true}, generation: {ENGINE: {enable_prefix_c
 grpo: {stop_at_validation_metric: accuracy, stop_at_validation_threshold: 0.9}
     -> {STOP.metric_name: "val:accuracy", STOP.threshold: 0.9, STOP.patience: null, STOP.higher_is_better: true}
 grpo: {stop_at_validation_metric: null, stop_at_validation_threshold: null} -> {STOP.metric_name: null}
+policy: {generation: {vllm_kwargs: {limit_mm_per_prompt: {image: 3, video: 0}}}}
+    -> {data.max_images: 3, policy.generation.vllm_kwargs: {}}
 async_rl: {sampler: {name: in_order, max_lookahead_versions: 3}, max_inflight_prompts: 32} & APART
     -> {ASYNC.enabled: true, ASYNC.max_trajectory_age_steps: 3, ASYNC.group_order: in_order}
 async_rl: {sampler: {name: in_order, max_lookahead_versions: 0}} -> {ASYNC.enabled: false}
@@ -289,7 +291,8 @@ policy: {generation: {backend: sglang}} -> engines of SGLang, NeMo RL v0.6
 policy: {generation: {backend: trtllm}} -> engines of TensorRT-LLM and Dynamo, NeMo RL MAIN
 policy: {generation: {backend: dynamo}} -> engines of TensorRT-LLM and Dynamo, NeMo RL MAIN
 env: {daily-omni: {num_workers: 1}} -> environments of video and sound, NeMo RL v0.6
-policy: {generation: {ENGINE: {video: {num_frames: 8}}, vllm_kwargs: {limit_mm_per_prompt: {video: 1}}}}
+policy: {generation: {ENGINE: {video: {num_frames: 8}}}} -> environments of video and sound, NeMo RL v0.6
+policy: {generation: {vllm_kwargs: {limit_mm_per_prompt: {image: 1, video: {count: 1}}}}}
     -> environments of video and sound, NeMo RL v0.6
 policy: {generation: {ENGINE: {is_mx: true}}} -> engines in MXFP8, NeMo RL MAIN
 on_policy_distillation: {enabled: true} -> teachers inside GRPO, NeMo RL v0.7
@@ -347,6 +350,9 @@ grpo: {penalize_invalid_tool_call: true, penalize_malformed_thinking: false} -> 
 env: {should_mask_flagged_samples: true} -> it belongs to rollouts by NeMo-Gym
 grpo: {deduplicate_multimodal_data: true} -> it tunes NVIDIA's implementation
 data: {deduplicate_multimodal_data: false, debug_payload_metrics: false} -> asks for nothing at this value
+policy: {generation: {cap_max_tokens_to_context: true}} -> completions always end where the context does
+policy: {generation: {ENGINE: {reset_encoder_cache_after_weight_update: true}}} -> features of images are never kept
+policy: {generation: {ENGINE: {logprobs_mode: null}, bad_words: null}, is_vlm: false} -> asks for nothing
 async_rl: {max_buffered_rollouts: 64, rollout_failure: {backoff_base_s: 1}} -> groups that fail are replaced
 async_rl: {recompute_kv_cache_after_weight_updates: true} -> a sync waits for the groups that play
 """

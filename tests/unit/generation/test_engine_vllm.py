@@ -58,6 +58,20 @@ def test_queries_of_llama_4_are_scaled_and_routers_of_deepseek_v3_score_as_in_tr
     assert args_of(settings).hf_overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
+def test_raw_logprobs_are_those_of_the_model_whatever_may_not_be_sampled(ray_local: None, tmp_path: Path) -> None:
+    make_model(tmp_path)
+    tokenizer, model = build_tiny_tokenizer(), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    config = generation_config(vllm_cfg={"logprobs_mode": "raw_logprobs"})
+    words = tuple(tokenizer.decode([token]) for token in range(20, 60))
+    requests = requests_of([[10, 20, 30]] * 4, SamplingParams(max_new_tokens=8, bad_words=words))
+    with engines(str(tmp_path), config) as generation:
+        completions = ask(generation.workers[0], requests)
+    for completion in completions:
+        ids = torch.tensor([[10, 20, 30, *completion.token_ids]])
+        whole = model(ids).logits[0, 2:-1].log_softmax(-1).gather(1, ids[0, 3:, None])[:, 0]
+        assert torch.tensor(completion.logprobs).sub(whole).abs().max() < 1e-5
+
+
 def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     from vllm.usage.usage_lib import UsageContext
 

@@ -70,6 +70,18 @@ def test_logprobs_are_those_of_transformers_and_of_the_restricted_distribution(g
     assert {completion.weight_version for completion in completions} == {-1}
 
 
+def test_a_bad_word_is_never_sampled(generation, model_dir: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    prompt = [10, 20, 30]
+    [free] = ask(generation.workers[0], [request_of(prompt, 1, max_new_tokens=8, temperature=0.0)])
+    word = tokenizer.decode(free.token_ids[:1])
+    assert tokenizer.encode(word, add_special_tokens=False) == free.token_ids[:1], "a text of one token"
+    [without] = ask(
+        generation.workers[0], [request_of(prompt, 1, max_new_tokens=8, temperature=0.0, bad_words=(word,))]
+    )
+    assert free.token_ids[0] not in without.token_ids and without.token_ids[0] != free.token_ids[0]
+
+
 def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: VllmGeneration) -> None:
     requests = random_requests(40, longest_prompt=60)
     first, second = generation.workers

@@ -123,7 +123,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
         "seed": settings.seed,
         "load_format": settings.load_format,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": vllm_cfg.logprobs_mode,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": settings.weight_transfer},
         "disable_log_stats": not cfg.speculation,

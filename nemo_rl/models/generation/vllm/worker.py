@@ -382,6 +382,7 @@ class VllmWorker(EngineWorkerInterface):
             top_k=sampling.top_k if sampling.top_k is not None else 0,
             seed=request.seed,
             stop=list(sampling.stop_strings) or None,
+            bad_words=list(sampling.bad_words) or None,
             stop_token_ids=list(sampling.stop_token_ids) or None,
             detokenize=bool(sampling.stop_strings),
             logprobs=0,  # of the sampled token only
