@@ -236,14 +236,16 @@ def box_overlap(messages: Messages, metadata: Any, *, key: Text = "ground_truth"
     return _overlap_and_gap(messages, metadata, key)[0]
 
 
-def box_giou(messages: Messages, metadata: Any, *, key: Text = "ground_truth") -> float:
+def box_giou(
+    messages: Messages, metadata: Any, *, giou_penalty_thres: float = 10.0, key: Text = "ground_truth"
+) -> float:
     """`box_overlap` less the part of the smallest box around both that neither covers, -1 to 1; -1 without a box.
 
-    The generalised intersection over union (Rezatofighi et al. 2019, arXiv 1902.09630): of boxes that do not meet, the
-    nearer get more.
+    From an overlap of `giou_penalty_thres` on, the overlap itself; no overlap is above 1. The generalised intersection
+    over union (Rezatofighi et al. 2019, arXiv 1902.09630): of boxes that do not meet, the nearer get more.
     """
     overlap, gap = _overlap_and_gap(messages, metadata, key)
-    return overlap - gap
+    return overlap - gap if overlap < giou_penalty_thres else overlap
 
 
 def _overlap_and_gap(messages: Messages, metadata: Any, key: str) -> tuple[float, float]:

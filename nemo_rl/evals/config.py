@@ -138,6 +138,9 @@ class EvalDatasetConfig(StrictModel):
     split: str | None = None
     """Split to read; null: the dataset's own default."""
 
+    repeat: int = Field(default=1, ge=1)
+    """How many times every problem is asked, as a prompt of its own, each with `eval.num_tests_per_prompt` samples."""
+
     seed: int = 42
     """Seed of the draws of the dataset: the order of GPQA's options, generated problems."""
 
@@ -205,6 +208,7 @@ class EvalDataConfig(EvalDatasetConfig):
             f"{key} and datasets": "counts for dataset_name alone; set it in each of the datasets that need it"
             for key in ("processor", "env_name", "download_dir")
         },
+        "repeat > 1 and datasets": "counts for dataset_name alone; set it in each of the datasets that need it",
     }
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:

@@ -539,7 +539,7 @@ def load_eval_data(config: EvalMasterConfig) -> EvalData:
             processor_name=config.processor_of(dataset),
             env_name=env_name,
         )
-        parts.append(NamedRows(name=name, task_name=name, rows=rows))
+        parts.append(NamedRows(name=name, task_name=name, rows=rows, repeat=dataset.repeat))
     return EvalData(prompts=PromptDataset(parts), tasks=tasks)
 
 

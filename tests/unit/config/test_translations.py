@@ -265,6 +265,7 @@ def test_a_sliding_puzzle_has_its_boards() -> None:
 
 def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptureFixture) -> None:
     rewards = [{"name": name, "weight": 0.25} for name in ("format", "exact_alnum", "math_expr", "bbox_giou")]
+    rewards[-1]["kwargs"] = {"giou_penalty_thres": 0.5}
     tree = merged(MINIMAL, {"data": {"default": {"env_name": "clevr-cogent", "processor": "vlm_hf_data_processor"}}})
     tree["env"] = {"clevr-cogent": {"num_workers": 4, "reward_functions": rewards}}
     section = build_config(GRPOMasterConfig, tree).env["clevr-cogent"]

@@ -190,5 +190,8 @@ def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
     assert found == pytest.approx([1.0, 2 / 6, 0.0, -0.5])
     assert box_giou(log("[1, 1, 3, 3]"), known) == pytest.approx(1 / 7 - 2 / 9)
     assert box_giou(log("nowhere"), known) == box_giou(log("[2, 2, 2, 2]"), {"ground_truth": "[2, 2, 2, 2]"}) == -1.0
+    from_a_third_on = [box_giou(log(box), known, giou_penalty_thres=1 / 3) for box in ("[1, 1, 3, 3]", "[1, 0, 3, 2]")]
+    assert from_a_third_on == pytest.approx([1 / 7 - 2 / 9, 2 / 6])
+    assert box_giou(log("[0, 0, 1, 2]"), known, giou_penalty_thres=0.5) == 0.5, "nothing is subtracted"
     assert box_overlap(log("nowhere"), known) == 0.0
     assert box_giou(log(f"[0, 0, {'9' * 400}, 2]"), known) == -1.0

@@ -63,6 +63,8 @@ data.datasets=[{dataset_name: gsm8k}] -> data.datasets ... both set
 data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.env_name=math
     -> data.env_name ... counts for dataset_name alone
 data.dataset_name=gsm8k & data.solution_key=a -> data.solution_key ... gsm8k has columns of its own
+data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.repeat=2
+    -> data.repeat ... counts for dataset_name alone
 data.env_name=mth -> data.env_name ... no section env.mth; did you mean math?
 data.dataset_name=mmlu & ~env.multichoice -> no math environment judges the answers of mmlu: add
 data.max_input_seq_length=99 -> more than generation.vllm_cfg.max_model_len=48
@@ -227,13 +229,17 @@ def test_samples_belong_to_the_sections_that_a_composite_names():
 def test_several_datasets_keep_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     (tmp_path / "rows.csv").write_text("problem,answer\n1+1,2\n")
-    several = f"[{{dataset_name: arithmetic, split: validation}}, {{dataset_name: '{tmp_path}/rows.csv'}}, "
+    several = f"[{{dataset_name: arithmetic, split: validation}}, {{dataset_name: '{tmp_path}/rows.csv', repeat: 2}}, "
     several += "{dataset_name: arithmetic, split: train, kwargs: {num_samples: 3}}]"
     config = load("data.dataset_name=null", "data.kwargs={}", "data.split=null", f"data.datasets={several}")
     data = load_eval_data(config)
     assert list(data.tasks) == ["arithmetic", "rows", "arithmetic#2"]
     ids = [prompt.prompt_id for prompt in data.prompts]
-    assert len(set(ids)) == len(ids) and "rows:0" in ids and ids[-1] == "arithmetic#2:2"
+    assert (
+        len(set(ids)) == len(ids)
+        and [name for name in ids if "rows" in name] == ["rows:0", "rows:0/1"]
+        and ids[-1] == "arithmetic#2:2"
+    )
     assert data.environments == ["math"] and data.identity(config)["data"].keys() == data.tasks.keys()
 
 
