@@ -5,6 +5,7 @@
 
 import copy
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,8 @@ from nemo_rl.models.policy.head.scalar import (
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors, open_tensors
 from nemo_rl.utils.checkpoint.tensors import shape_differences
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -183,6 +186,8 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
         )
     elif type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{key}: {name!r} is a {model.model_type!r} model, not a causal language model")
+    elif config.freeze:
+        logger.warning("%s=%s: %r sees no images and has no such parts", config.key("freeze"), config.freeze, name)
     has_score = is_scalar(model)
     if config.reward_model_cfg.enabled:
         model = scalar_config(model, config)

@@ -19,7 +19,7 @@ from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, Schedul
 from nemo_rl.models.policy.dtensor.model import exported_of, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 from nemo_rl.models.policy.head.tasks import Logprobs, LogprobsTwice
-from nemo_rl.models.policy.pretrained import DTYPES
+from nemo_rl.models.policy.pretrained import DTYPES, read_model_config
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.report.run_files import read_block
 from nemo_rl.types import LossInputs, TrainResult
@@ -257,6 +257,19 @@ def test_two_deterministic_runs_are_bitwise_equal(llama: Path) -> None:
     first = steps_on(llama, use_gpu=True, deterministic=True, precision="bfloat16")
     second = steps_on(llama, use_gpu=True, deterministic=True, precision="bfloat16")
     assert first == second
+
+
+def test_parts_that_a_model_of_text_has_not_may_be_frozen(qwen: Path, caplog) -> None:
+    config = steps.policy_config(model_name=str(qwen), freeze=["vision_tower", "projector"])
+    assert read_model_config(config, str(qwen)).model_type.startswith("qwen")
+    assert "sees no images and has no such parts" in caplog.text
+
+    def is_trained(rank: int, world: int) -> bool:
+        return all(p.requires_grad for stage in steps.make_worker(qwen, config).stages for p in stage.parameters())
+
+    assert run_world(is_trained, 1) == [True]
+    with pytest.raises(ValueError, match=r"sees no images, so nothing would be trained; leave language_model out"):
+        read_model_config(steps.policy_config(model_name=str(qwen), freeze=["language_model"]), str(qwen))
 
 
 def test_logprobs_with_and_without_filters_in_one_pass(qwen: Path) -> None:

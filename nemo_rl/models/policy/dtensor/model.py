@@ -64,7 +64,8 @@ def build_stages(
     lora_cfg, host = config.dtensor_cfg.lora_cfg, torch.device("cpu")
     whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
-    for name, parameter in whole.named_parameters() if config.freeze else ():
+    has_parts = config.freeze and sees_images(hf_config)
+    for name, parameter in whole.named_parameters() if has_parts else ():
         if part_of(name, FAMILIES[hf_config.model_type]) in config.freeze:
             parameter.requires_grad_(False)
     if lora_cfg.enabled:

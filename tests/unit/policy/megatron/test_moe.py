@@ -76,6 +76,7 @@ def test_frozen_routers_stay_and_everything_else_learns(qwen_moe):
 # -- the bias of experts
 
 BIAS, RATE = "model.layers.1.mlp.gate.e_score_correction_bias", 2.0**-6
+GATE = "model.layers.1.mlp.gate.weight"
 
 
 def moving(policy: dict[str, Any], **megatron: Any) -> PolicyConfig:
@@ -102,7 +103,9 @@ def test_it_moves_towards_those_with_fewer_tokens(models):
 
 
 def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps_it(models, tmp_path):
-    biased, config = models["deepseek_v3"], moving({"nonfinite_action": "skip", "precision": "bfloat16"})
+    """Also while the weights of the routers are frozen."""
+    policy, biased = {"nonfinite_action": "skip", "precision": "bfloat16"}, models["deepseek_v3"]
+    config = moving(policy, freeze_moe_router=True)
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
         worker = steps.make_worker(biased, config)
@@ -114,6 +117,7 @@ def test_it_is_exact_in_bfloat16_a_skipped_step_leaves_it_and_a_checkpoint_keeps
         found += [steps.whole_weights(worker)[BIAS], steps.step_of(worker).weights[BIAS]]
         worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
         found.append(steps.step_of(worker).weights[BIAS])  # while it is written
+        assert torch.equal(steps.whole_weights(worker)[GATE], stored(biased)[GATE].bfloat16().float())
         asyncio.run(worker.finish_save_checkpoint())
         worker.load_checkpoint(tmp_path / "step_1", load_optimizer=True)
         found.append(steps.whole_weights(worker)[BIAS])
