@@ -516,7 +516,9 @@ class RolloutMasterConfig(RunConfig):
             works = divisors(per_node, near=size)
             yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
         elif size > per_node and is_colocated:
-            fix = f"use at most that, or {COLOCATED}.enabled=false"
+            # Pipeline stages alone may be on different nodes, and of engines on devices of their own.
+            apart = f", or {COLOCATED}.enabled=false" if vllm.tensor_parallel_size <= per_node else ""
+            fix = f"it must fit a node, so use at most {per_node}{apart}"
             yield key, f"not supported yet: an engine of {text} spans nodes of {per_node} {kind}; {fix}"
         elif size > per_node and per_node % vllm.tensor_parallel_size:
             works = divisors(per_node, near=vllm.tensor_parallel_size)

@@ -326,6 +326,24 @@ def test_one_line_for_each_missing_feature(given: tuple[str, ...], features: str
     assert "; ".join(found) == features.replace("MAIN", "main after v0.7")
 
 
+OF_OTHERS = [
+    (
+        "distillation",
+        {"teachers": [{"model_name": "a"}], "loss_fn": {"gold_loss": True}},
+        "distillation between different ",
+    ),
+    ("ppo", {"ppo": {"async_ppo": {"enabled": True, "max_trajectory_age_steps": 1}}, "value": {}}, "asynchronous PPO"),
+]
+
+
+@pytest.mark.parametrize(("section", "tree", "feature"), OF_OTHERS)
+def test_features_of_other_algorithms_are_refused_in_one_line(section: str, tree: Any, feature: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(MASTERS[section], merged(MINIMAL, {section: {}}, tree))
+    [problem] = error.value.problems
+    assert feature in problem.message and "NeMo RL " in problem.message
+
+
 TAKEN = """
 policy: {megatron_cfg: {train_iters: 1}} -> policy.megatron_cfg.train_iters: has no effect
 MEGATRON, optimizer: {overlap_cpu_optimizer_d2h_h2d: true}}} -> it tunes NVIDIA's implementation
