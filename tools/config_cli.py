@@ -151,10 +151,17 @@ def _repeat(before: Any, after: Any, path: KeyPath, translator: Translator, resu
         if isinstance(before, dict) and key not in after:
             if below in result:
                 result.delete(below)
-        elif isinstance(before[key], dict | list) and isinstance(after[key], type(before[key])):
+        elif _same_kind(before[key], after[key]):
             _repeat(before[key], after[key], below, translator, result)
         elif before[key] != after[key]:
             result.put(below, after[key], translator.place(below))
+
+
+def _same_kind(before: Any, after: Any) -> bool:
+    """Whether both are mappings, or lists of one length: then their entries are compared."""
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after)
+    return isinstance(before, dict) and isinstance(after, dict)
 
 
 def _own(tree: SourcedTree, value: dict[Any, Any], path: KeyPath, source: str) -> dict[str, Any]:

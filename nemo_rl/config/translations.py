@@ -30,7 +30,10 @@ MOVED = {
 }
 """Key -> its name today, in the same section."""
 
-MOVED_OUT = {"model.megatron_cfg.scheduler.override_opt_param_scheduler": 2}
+MOVED_OUT = {
+    "model.megatron_cfg.scheduler.override_opt_param_scheduler": 2,
+    "generation.vllm_cfg.bad_words": 1,
+}
 """Key -> how many sections around it it has left; its name is the same."""
 
 NULL_IS_THE_DEFAULT = (
@@ -122,6 +125,7 @@ VALUES: Rules = {
         for old, new in _PACKING.items()
     },
     "environment.verifier_type: verifier_type=multichoice -> english_multichoice": "multichoice has a language today",
+    "generation.vllm_cfg.logprobs_mode: logprobs_mode != null -> {logprobs_mode}": "a key of vllm_cfg today",
     # A metric that ends the run.
     "loop.early_stopping.metric_name: stop_at_validation_metric -> val:{stop_at_validation_metric}": (
         "the run ends when stop_at_validation_metric reaches stop_at_validation_threshold"
@@ -160,7 +164,7 @@ VALUES: Rules = {
 READ_IN_OTHER_KEYS = (
     *("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold", "async_rl.sampler.name"),
     *("async_rl.sampler.max_lookahead_versions", "async_rl.sampler.max_staleness_versions"),
-    f"generation.{_LIMITS}",
+    *("generation.logprobs_mode", f"generation.{_LIMITS}"),
 )
 """Keys from which `VALUES` makes others."""
 
@@ -391,7 +395,9 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("calculate_per_token_loss", "do_not_average_loss", "cp_normalize", under=_MEGATRON, neutral=_not_true),
         *_keys("scale_loss_by_dp_cp_size", under=_MEGATRON, neutral=lambda value: value is not False),
     ),
-    "completions always end where the context does": _keys("generation.cap_max_tokens_to_context"),
+    "completions always end where the context does": _keys(
+        "generation.cap_max_tokens_to_context", f"{_VLLM}.cap_max_tokens_to_context"
+    ),
     "features of images are never kept over a sync": _keys(f"{_VLLM}.reset_encoder_cache_after_weight_update"),
     "what it names is no part of this model": _keys("radio_force_cpe_eval_mode", under=_MEGATRON),
     "the model says whether it sees images": _keys("model.is_vlm"),
@@ -423,6 +429,7 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
 """Why a key has no effect -> keys."""
 
 SOUND_SETS = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
+SOUND_SETS = (*SOUND_SETS, "intent-train", "intent-bench", "mmau")
 PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k")
 """Sections of `env` that are of type `vlm` where they do not say it."""
 

@@ -168,6 +168,8 @@ grpo: {stop_at_validation_metric: accuracy, stop_at_validation_threshold: 0.9}
 grpo: {stop_at_validation_metric: null, stop_at_validation_threshold: null} -> {STOP.metric_name: null}
 policy: {generation: {vllm_kwargs: {limit_mm_per_prompt: {image: 3, video: 0}}}}
     -> {data.max_images: 3, policy.generation.vllm_kwargs: {}}
+policy: {generation: {logprobs_mode: raw_logprobs, ENGINE: {bad_words: [bad]}}}
+    -> {policy.generation.bad_words: [bad], policy.generation.ENGINE.logprobs_mode: raw_logprobs}
 async_rl: {sampler: {name: in_order, max_lookahead_versions: 3}, max_inflight_prompts: 32} & APART
     -> {ASYNC.enabled: true, ASYNC.max_trajectory_age_steps: 3, ASYNC.group_order: in_order}
 async_rl: {sampler: {name: in_order, max_lookahead_versions: 0}} -> {ASYNC.enabled: false}
