@@ -1,5 +1,6 @@
 """From a file and overrides to a model: defaults, interpolation, errors, and what is not supported yet."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,18 @@ def test_problems_come_in_reading_order_and_once() -> None:
 
 
 def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO)
     config = load_config(GRPOMasterConfig, V0_6, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
     assert config.policy.make_sequence_length_divisible_by == 1
     assert config.policy.optimizer is not None and config.policy.optimizer.kwargs["eps"] == 1e-8
     assert config.data.train[0].seed == 42 and list(config.env) == ["math", "mine"] and config.logger.monitor_gpus
-    assert caplog.messages == [
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["the configuration is in NeMo RL's form: it loads, with 6 remarks (see --remarks)"]
+    first, *remarks = caplog.messages[1:]
+    assert first.startswith("policy.generation_batch_size, ") and first.endswith(", data.num_workers: has no effect")
+    at_this_value = remarks.pop(2)
+    assert "policy.dtensor_cfg._v2, " in at_this_value and at_this_value.endswith(": asks for nothing at this value")
+    assert remarks == [
         "policy.generation.mcore_generation_config: has no effect: it belongs to what is switched off",
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger: has no effect: it only monitors",
         "policy.scheduler_step_per: train_call: NeMo RL's scheduler steps once in each training step",
