@@ -90,11 +90,11 @@ class Run(GRPORun):
         run = self
 
         class Noting(GRPOTrainer):
-            def plan_and_load(self, groups: Any, *args: Any) -> Any:
+            def plan_and_load(self, groups: Any, *args: Any, **how: Any) -> Any:
                 if len(run.trained) == run.dies_after:
                     raise RuntimeError("killed")
                 run.trained.append([group.group_id for group in groups])
-                return super().plan_and_load(groups, *args)
+                return super().plan_and_load(groups, *args, **how)
 
         playing = FakePlaying(alternate, self.calls, rng=random.Random(seed))
         super().__init__(folder, *BASE, *overrides, trainer=Noting, calls=self.calls, rollouts=playing)
