@@ -329,6 +329,17 @@ def _one_device(section: Any) -> bool:
 _MEGATRON, _VLLM, _MCORE = "model.megatron_cfg", "generation.vllm_cfg", "generation.mcore_generation_config"
 _DDP_OF_MODEL, _CHAT = f"model.{_DDP}", f"{_VLLM}.http_server_serving_chat_kwargs"
 
+
+def _of_losses(of_sums: Neutral, of_scale: Neutral) -> tuple[Foreign, ...]:
+    """Keys that say how a loss is averaged; NeMo RL reads none of them."""
+    sections = (_MEGATRON, _DDP_OF_MODEL, f"{_MEGATRON}.optimizer")
+    sums = ("calculate_per_token_loss", "do_not_average_loss", "cp_normalize")
+    return (
+        *(row for section in sections for row in _keys(*sums, under=section, neutral=of_sums)),
+        *(row for section in sections for row in _keys("scale_loss_by_dp_cp_size", under=section, neutral=of_scale)),
+    )
+
+
 WITHOUT_MEANING = (
     *_keys("model.generation_batch_size", "model.sequence_packing.sequence_length_round"),
     *_keys("value.generation", "teacher.generation", "teachers.*.generation"),
@@ -391,9 +402,8 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("generation.refit_cfg", neutral=one_of({}, None)),
         *_keys("http_refit_api_key_env_var", "http_refit_server_port", "zmq_refit_server_port", under=_VLLM),
     ),
-    "losses here are sums divided by global counts, as it says": (
-        *_keys("calculate_per_token_loss", "do_not_average_loss", "cp_normalize", under=_MEGATRON, neutral=_not_true),
-        *_keys("scale_loss_by_dp_cp_size", under=_MEGATRON, neutral=lambda value: value is not False),
+    "losses here are sums divided by global counts, as it says": _of_losses(
+        _not_true, lambda value: value is not False
     ),
     "completions always end where the context does": _keys(
         "generation.cap_max_tokens_to_context", f"{_VLLM}.cap_max_tokens_to_context"
@@ -504,10 +514,7 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
     "checkpoints of Megatron to begin with": _keys("model.pretrained_checkpoint", neutral=one_of({}, None)),
     "Megatron's own FSDP": _keys(f"{_DDP_OF_MODEL}.use_custom_fsdp"),
     "overrides of Megatron's model": _keys(f"{_MEGATRON}.model_overrides", neutral=one_of({}, None)),
-    "losses averaged over micro-batches or ranks": (
-        *_keys("calculate_per_token_loss", "do_not_average_loss", "cp_normalize", under=_MEGATRON, neutral=_is_true),
-        *_keys("scale_loss_by_dp_cp_size", under=_MEGATRON, neutral=one_of(False, None)),
-    ),
+    "losses averaged over micro-batches or ranks": _of_losses(_is_true, one_of(False, None)),
     "layers that FP8 training keeps in bfloat16": (
         *_keys("first_last_layers_bf16", under=_MEGATRON),
         *_keys("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", under=_MEGATRON, neutral=one_of(None, 0)),

@@ -272,6 +272,24 @@ def test_parts_that_a_model_of_text_has_not_may_be_frozen(qwen: Path, caplog) ->
         read_model_config(steps.policy_config(model_name=str(qwen), freeze=["language_model"]), str(qwen))
 
 
+def test_the_likelihood_of_good_samples_is_a_mean_over_all_ranks(qwen: Path) -> None:
+    def rank_main(rank: int, world: int) -> tuple[float, float, int]:
+        worker = steps.make_worker(qwen, steps.policy_config(train_global_batch_size=16, train_micro_batch_size=2))
+        good = [[(group + index) % 3 == 0 for index in range(4)] for group in range(4)]
+        steps.load_step(worker, good=good)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.compute_reference_logprobs()
+        rows = [row for (group, index), row in worker.rows.items() if row.mask > 0 and good[group][index]]
+        own = [-row.columns["prev_logprobs"][row.token_mask] for row in rows]
+        loss = ClippedPGLoss(steps.LOSS.model_copy(update={"positive_example_nll_weight": 0.1}))
+        metrics = worker.train(loss, Logprobs()).metrics
+        return metrics["positive_example_nll"], sum(float(part.sum()) for part in own), sum(map(len, own))
+
+    ranks = run_world(rank_main, 2)
+    mean = sum(total for _, total, _ in ranks) / sum(number for *_, number in ranks)
+    assert [found for found, *_ in ranks] == pytest.approx([mean] * 2, rel=1e-5)
+
+
 def test_logprobs_with_and_without_filters_in_one_pass(qwen: Path) -> None:
     def rank_main(rank: int, world: int) -> dict[str, Any]:
         sampling = replace(steps.worker_settings(qwen).sampling, top_k=3)
