@@ -308,8 +308,8 @@ def _not_true(value: Any) -> bool:
 
 
 def _all_off(section: Any) -> bool:
-    """Whether every entry of a section, and of the sections below, is null, false or empty."""
-    return all(map(_all_off, section.values())) if isinstance(section, dict) else section in (None, False, [])
+    """Whether no switch of a section is on; numbers beside switches ask for nothing."""
+    return not section or (isinstance(section, dict) and all(value is not True for value in section.values()))
 
 
 def _keys(*keys: str, under: str = "", neutral: Neutral = _nothing) -> tuple[Foreign, ...]:
@@ -451,7 +451,8 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         _without("dataset.processor", "nemo_gym_data_processor"),
     ),
     "environments of video and sound": (
-        *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor", f"{_VLLM}.video"),
+        *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
+        *_keys(f"{_VLLM}.video", neutral=one_of({}, None)),
         *(
             Foreign(f"generation.{_LIMITS}.{kind}", one_of(None, 0), is_ours=True)  # any name is a key there
             for kind in ("audio", "video")

@@ -46,7 +46,7 @@ def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyP
     if not pattern:
         yield path, value
     elif isinstance(value, dict):
-        for name in fnmatch.filter(value, pattern[0]) if "*" in pattern[0] else [pattern[0]] * (pattern[0] in value):
+        for name in [name for name in value if fnmatch.fnmatchcase(str(name), pattern[0])]:
             yield from _found(pattern[1:], value[name], (*path, name))
     elif isinstance(value, list) and pattern[0] == "#":
         for index, entry in enumerate(value):

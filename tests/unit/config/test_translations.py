@@ -366,6 +366,7 @@ policy: {generation: {ENGINE: {http_refit_server_port: 1, http_refit_api_key_env
 policy: {generation: {ENGINE: {zmq_refit_server_port: null}}} -> asks for nothing at this value
 policy: {is_vlm: true} -> the model says whether it sees images
 reward_penalties: {penalize_empty_final_answer: false, token_ids: null} -> reward_penalties: asks for nothing
+reward_penalties: {penalize_unwanted_tokens: false, token_ids: {unwanted: [2]}} -> reward_penalties: asks for nothing
 grpo: {num_val_generations_per_prompt: 4} -> no version of NeMo RL reads it
 grpo: {penalize_invalid_tool_call: true, penalize_malformed_thinking: false} -> no version of NeMo RL reads it
 env: {should_mask_flagged_samples: true} -> it belongs to rollouts by NeMo-Gym
