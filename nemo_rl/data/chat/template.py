@@ -247,6 +247,13 @@ class _Turns:
         headers, begins, ends = ([at + by for at in each] for each in (self.headers, self.begins, self.ends))
         return _Turns(headers=headers, begins=begins, ends=ends, late={i: at + by for i, at in self.late.items()})
 
+    def with_nothing_at(self, index: int) -> "_Turns":
+        """The turns with one more message, which the template leaves out. What stands before all turns goes to a first."""
+        at = self.ends[index - 1] if index else self.headers[0]
+        headers, begins, ends = ([*e[:index], at, *e[index:]] for e in (self.headers, self.begins, self.ends))
+        late = {i + (i >= index): begin for i, begin in self.late.items()}
+        return _Turns(headers=headers, begins=begins, ends=ends, late=late)
+
 
 class _Header(NamedTuple):
     """The header of an answer agrees with `given`, the header as a generation prompt writes it, from `at` on.
@@ -452,6 +459,10 @@ def _not_inside(special: re.Pattern[str], text: str, begin: int, at: int) -> int
 
 def _turns_one_by_one(plain: Messages, text: str, template: ChatTemplate, *, prompt: bool) -> _Turns:
     """The turns of any conversation, with a placeholder for one content after the other."""
+    for i, message in enumerate(plain):
+        others = [*plain[:i], *plain[i + 1 :]]
+        if _is_blank(message) and others and template.try_render(others, prompt=prompt) == text:
+            return _turns_one_by_one(others, text, template, prompt=prompt).with_nothing_at(i)
     found = [_find_content(plain, i, text, template, prompt=prompt) for i in range(len(plain))]
     texts, starts, shown = [], [0], []
     special = control_token_pattern(template.tokenizer)
@@ -470,6 +481,12 @@ def _turns_one_by_one(plain: Messages, text: str, template: ChatTemplate, *, pro
     shown = [content._replace(late=i in late) for i, content in enumerate(shown)]
     turns = _fixed_text(plain, texts, template, prompt=prompt, shown=shown).turns(starts, text)
     return replace(turns, late=late)
+
+
+def _is_blank(message: Mapping[str, Any]) -> bool:
+    """Whether a message says nothing. Some templates leave it out."""
+    content = _with_one_text(dict(message))["content"]
+    return isinstance(content, str) and not content.strip() and not message.get("tool_calls")
 
 
 def _find_content(plain: Messages, index: int, text: str, template: ChatTemplate, *, prompt: bool) -> _Shown | None:

@@ -118,6 +118,7 @@ CONVERSATIONS = {
     "empty answer": [user("q"), assistant(""), user("r"), assistant("5")],
     "empty user": [user(""), assistant("4")],
     "empty system": [{**SYSTEM, "content": ""}, user("q"), assistant("4")],
+    "assistant after empty system": [{**SYSTEM, "content": ""}, assistant("4"), user("q"), assistant("5")],
     "empty result": [user("q"), ADD, result(""), assistant("4")],
 }
 # {add} and {sub} are calls, {stop} ends a turn that calls, {end} another.
@@ -126,6 +127,7 @@ WRITTEN = {
     **dict.fromkeys(["one turn", "system", "two users", "ends with user", "reasoning"], ONE),
     **dict.fromkeys(["empty user", "empty system"], ONE),
     **dict.fromkeys(["two turns", "begins with assistant", "assistant after system", "two assistants"], TWO),
+    "assistant after empty system": TWO,
     **dict.fromkeys(["ends with call", "ends with result"], CALL),
     **dict.fromkeys(["call", "call of None", "call with text", "begins with call"], CALLED),
     **dict.fromkeys(["reasoning call", "empty result"], CALLED),
@@ -304,12 +306,14 @@ FIRST_HEADERS = {
     "qwen2_5": "<|im_start|>assistant\n",
     "llama3_1": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "gptoss": "<|start|>assistant",
+    "lfm2": "<|im_start|>assistant\n",
 }
 
 
 @pytest.mark.parametrize(("name", "header"), FIRST_HEADERS.items())
 def test_a_first_answer_whose_header_is_learned_begins_at_the_header(name, header):
     tokenizer = tokenizer_of(SOURCES[name])
-    log = CONVERSATIONS["begins with assistant"]
-    learned = runs(*ours(log, tokenizer, add_generation_prompt=False), tokenizer, learned_only=True)
-    assert [str(text).startswith(header) for text in learned] == [True, True]
+    for conversation in ("begins with assistant", "assistant after empty system"):
+        log = CONVERSATIONS[conversation]
+        learned = runs(*ours(log, tokenizer, add_generation_prompt=False), tokenizer, learned_only=True)
+        assert [str(text).startswith(header) for text in learned] == [True, True], conversation
