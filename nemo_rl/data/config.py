@@ -118,8 +118,9 @@ class TableConfig(StrictModel):
 class DatasetConfig(TableConfig):
     """One dataset of prompts."""
 
-    input_key: str = "input"
-    """Column of the problem."""
+    input_key: str | None = None
+    """Column of the problem, or `messages`, a column of conversations. null: the one of `input` and `messages` that
+    the table has."""
 
     output_key: str = "output"
     """Column of the expected answer."""

@@ -133,6 +133,16 @@ def from_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} has a text that is no JSON ({error}): {text[:80]!r}") from error
 
 
+def call_arguments(given: Any, where: str) -> Any:
+    """The arguments of a tool call as templates take them. A text is JSON, as in OpenAI's API.
+
+    Nothing, null and an empty list are no arguments, `{}`. Raises ValueError, naming `where`, for a text that is no
+    JSON.
+    """
+    value = from_json(given.strip() or "{}", where) if isinstance(given, str) else given
+    return {} if value in (None, [], "") else value
+
+
 def without_none(value: Any) -> Any:
     """The value without the keys that have no value, at every depth."""
     if isinstance(value, Mapping):

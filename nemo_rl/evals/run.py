@@ -548,10 +548,7 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
     name = dataset.dataset_name
     assert name is not None, "the configuration was checked"
     same = {"dataset_name", "data_path", "subset", "split", "seed", "download_dir", "kwargs"}
-    columns: dict[str, Any] = {
-        "input_key": dataset.problem_key or "input",
-        "output_key": dataset.solution_key or "output",
-    }
+    columns: dict[str, Any] = {"input_key": dataset.problem_key, "output_key": dataset.solution_key or "output"}
     cfg = DatasetConfig(**dataset.model_dump(include=same), **columns, processor="", env_name="")
     if name in EVAL_DATASETS:
         return EVAL_DATASETS[name].load(cfg)

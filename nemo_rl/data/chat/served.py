@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import tokenised, tokens_after_turn
 from nemo_rl.data.chat.template import ChatTemplate, format_chat, plain_message
-from nemo_rl.data.interfaces import from_json
+from nemo_rl.data.interfaces import call_arguments
 
 MAX_REMEMBERED_TOKENS = 64_000_000  # 256 MB; the least recently used conversation is forgotten first
 
@@ -112,11 +112,9 @@ def _call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call needs a function with a name, got {str(call)[:200]}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = from_json(arguments.strip() or "{}", f"a call of {function['name']}")
+    arguments = call_arguments(function.get("arguments"), f"a call of {function['name']}")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _key(messages: Sequence[Mapping[str, Any]], tools: Any) -> bytes:

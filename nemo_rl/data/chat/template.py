@@ -248,7 +248,7 @@ class _Turns:
         return _Turns(headers=headers, begins=begins, ends=ends, late={i: at + by for i, at in self.late.items()})
 
     def with_nothing_at(self, index: int) -> "_Turns":
-        """The turns with one more message, which the template leaves out. What stands before all turns goes to a first."""
+        """The turns with one more message, which the template leaves out. As the first, it gets the text before all."""
         at = self.ends[index - 1] if index else self.headers[0]
         headers, begins, ends = ([*e[:index], at, *e[index:]] for e in (self.headers, self.begins, self.ends))
         late = {i + (i >= index): begin for i, begin in self.late.items()}

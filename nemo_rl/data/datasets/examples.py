@@ -24,7 +24,7 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, from_json, one_turn, without_none
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, call_arguments, one_turn, without_none
 from nemo_rl.utils.task_formats import one_text
 
 # -- Conversations.
@@ -96,10 +96,8 @@ def tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
         raise ValueError(f"{where} has a tool call that is no object: {str(call)[:80]!r}")
     function = dict(call.get("function") or call)
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = from_json(function["arguments"].strip() or "{}", where)
-    elif fill_ins:
-        function["arguments"] = without_none(function.get("arguments") or {})
+    given = function.get("arguments")
+    function["arguments"] = call_arguments(without_none(given) if fill_ins else given, where)
     if "function" not in call:
         return function
     return {**{key: value for key, value in call.items() if value is not None}, "function": function}

@@ -149,9 +149,13 @@ def load_as_written(cfg: TableConfig) -> Any:
 
 
 def problem_row(row: Row, *, input_key: str, output_key: str, extract: Callable[[str], str] | None = None) -> Row:
-    """The row with `problem` and `expected_answer` from two of its columns, the latter through `extract`."""
+    """The row with `problem` and `expected_answer` from two of its columns, the latter through `extract`.
+
+    A conversation of the row (`messages`) is left out: it may end with another question.
+    """
     answer = extract(column_text(row, output_key)) if extract else text_or_value(row, output_key)
-    return {**row, "problem": text_or_value(row, input_key), "expected_answer": answer}
+    others = {key: value for key, value in row.items() if key != "messages"}
+    return {**others, "problem": text_or_value(row, input_key), "expected_answer": answer}
 
 
 def column_text(row: Row, column: str) -> str:
@@ -165,18 +169,24 @@ def text_or_value(row: Row, column: str) -> Any:
 
 
 def load_response_rows(cfg: TableConfig) -> Rows:
-    """Rows of `data_path` with `input_key` as problem and `output_key` as answer; rows with `messages` stay unchanged.
+    """Rows of `data_path` with `input_key` as problem and `output_key` as answer; conversations stay unchanged.
 
     Raises:
-        ValueError: for a missing `data_path`, column or split, or an empty table. FileNotFoundError: for a missing
-            file.
+        ValueError: for a missing `data_path`, column or split, for an empty table, or if `input_key` does not say
+            which of two columns is the prompt. FileNotFoundError: for a missing file.
     """
     assert isinstance(cfg, DatasetConfig)
     table, label = load_data_path(cfg), dataset_label(cfg)
-    if "messages" in table.column_names and cfg.input_key not in table.column_names:
+    if cfg.input_key is None and {"input", "messages"} <= set(table.column_names):
+        raise ValueError(
+            f"dataset {label!r} has columns 'input' and 'messages', and each could be the prompt: choose with "
+            "input_key: input or input_key: messages"
+        )
+    if "messages" in table.column_names and cfg.input_key in (None, "messages"):
         return table
-    require_columns(table, {"input_key": cfg.input_key, "output_key": cfg.output_key}, label)
-    return MappedRows(table, partial(problem_row, input_key=cfg.input_key, output_key=cfg.output_key), label)
+    columns = {"input_key": cfg.input_key or "input", "output_key": cfg.output_key}
+    require_columns(table, columns, label)
+    return MappedRows(table, partial(problem_row, **columns), label)
 
 
 # -- Options and columns, checked.

@@ -124,6 +124,8 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         raise ValueError(
             f"multichoice_qa_processor: row {idx} has no 'options' ({{letter: text}}); it has {', '.join(row)}"
         )
+    if "question" in row:
+        _require_one_question(row, "question")
     question = _text(row, "question" if "question" in row else "problem")
     answer = _text(row, "answer" if "answer" in row else "expected_answer")
     if not isinstance(row["options"], Mapping):
@@ -134,9 +136,8 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         if text is not None
     }
     options = "\n".join(f"{letter}) {text}" for letter, text in texts.items())
-    others = {} if "question" in row else row
     return PromptParts(
-        _asked({**others, "problem": f"{question}\n\n{options}"}), {"ground_truth": answer, "options": texts}
+        _asked({**row, "problem": f"{question}\n\n{options}"}), {"ground_truth": answer, "options": texts}
     )
 
 
@@ -283,11 +284,31 @@ def both_forms(row: Row) -> dict[str, Any]:
         asked, after = _split(said, lambda role: role == "user")
         if asked and len(after) == len(answers) <= 1 and "problem" not in row:
             forms["problem"] = text_or_parts(asked[-1].get("content"))
-            forms |= {"earlier_messages": asked[:-1]} if asked[:-1] else {}
-        return forms
+        return forms | ({"earlier_messages": asked[:-1]} if "problem" in forms and asked[:-1] else {})
     if "problem" in row and "expected_answer" in row:
         return {"messages": one_turn(row["problem"], row["expected_answer"]), **row}
     return dict(row)
+
+
+def forms_of_table(row: Row) -> dict[str, Any]:
+    """As `both_forms`, for a row as its dataset gives it. Raises ValueError if its `problem` is another question."""
+    forms = both_forms(row)
+    if "problem" in row:
+        _require_one_question(row, "problem")
+    return forms
+
+
+def _require_one_question(row: Row, column: str) -> None:
+    """Raises ValueError if the row has messages, and another question in `column` than they end with."""
+    if "messages" not in row:
+        return
+    asked, _ = _split(row["messages"], lambda role: role == "user")
+    given = text_of(row[column]) if isinstance(row[column], list) else _text(row, column)
+    if not asked or text_of(asked[-1].get("content")).strip() != given.strip():
+        raise ValueError(
+            f"column {column!r} is not the last question of the user in 'messages': remove one of the two columns, or "
+            f"choose {column!r} with input_key"
+        )
 
 
 def _split(

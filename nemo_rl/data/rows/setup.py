@@ -22,7 +22,7 @@ from nemo_rl.data.config import (
 from nemo_rl.data.datasets.registry import load_rows, load_stream
 from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
-from nemo_rl.data.rows.processors import both_forms, find_processor
+from nemo_rl.data.rows.processors import find_processor, forms_of_table
 from nemo_rl.types import DatumSpec, Pixels, Prompt, are_stop_strings
 
 
@@ -205,7 +205,7 @@ class PromptProcessor(RowReader):
 
         Raises ValueError as `process`, and for stop strings that are no list of texts.
         """
-        datum, pixels = self.process(prompt, both_forms)
+        datum, pixels = self.process(prompt, forms_of_table)
         if not are_stop_strings(given := datum.get("stop_strings")):
             raise ValueError(f"row {prompt.prompt_id}: stop_strings must be a list of texts, got {given!r}")
         made = DatumSpec(**{**datum, "task_name": prompt.task_name})

@@ -53,11 +53,29 @@ def test_the_system_message_of_a_row_comes_before_the_form_that_a_processor_asks
         assert [role for role, _ in said] == ["system", "user"] and said[0][1].startswith(begins)
 
 
-def test_a_column_of_its_own_is_the_problem_whatever_the_conversation_says(write):
+def test_a_column_and_a_conversation_ask_one_question_or_the_row_is_refused(write):
+    ask = {"problem": "1+1=", "expected_answer": "2", "messages": [S, U, A]}
+    assert prompt(datum(write, ask)) == [("system", "s"), ("user", "1+1=")]
+    question = {"question": "1+1=", "answer": "A", "messages": [S, U, A], **MORE}
+    assert len(prompt(datum(write, question, "multichoice_qa_processor"))) == 2
+    for row, column, processor in (
+        ({**ask, "problem": "5+5="}, "problem", "math_hf_data_processor"),
+        ({**ask, "messages": [U, A, V, B]}, "problem", "conversation_processor"),
+        ({**question, "question": "Which?"}, "question", "multichoice_qa_processor"),
+    ):
+        with pytest.raises(ValueError, match=f"row rows:0: column '{column}' is not the last question of the user in "):
+            datum(write, row, processor)
+
+
+@pytest.mark.parametrize("processor", ["math_hf_data_processor", "conversation_processor"])
+def test_input_key_chooses_between_a_column_and_conversations(write, processor):
     row = {"input": "5+5=", "output": "10", "messages": [S, U, A]}
-    assert prompt(datum(write, row)) == [("user", "5+5=")]
-    row = {"question": "5+5=", "answer": "A", "messages": [S, U, A], **MORE}
-    assert len(prompt(datum(write, row, "multichoice_qa_processor"))) == 1
+    with pytest.raises(ValueError, match="'input' and 'messages', and each could be the prompt: choose with input_key"):
+        datum(write, row, processor)
+    made = datum(write, row, processor, input_key="input")
+    assert prompt(made) == [("user", "5+5=")] and made["extra_env_info"]["ground_truth"] == "10"
+    made = datum(write, row, processor, input_key="messages")
+    assert prompt(made) == [("system", "s"), ("user", "1+1=")] and made["extra_env_info"]["ground_truth"] == "2"
 
 
 REFUSED = [

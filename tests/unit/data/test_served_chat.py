@@ -1,8 +1,12 @@
 """Conversations of outside agents as token ids: sampled turns stay as they were sampled."""
 
+import json
+from typing import Any
+
 import pytest
 
 from nemo_rl.data.chat.served import ServedChat
+from nemo_rl.data.datasets.examples import chat_row
 from tests.conversations import assistant, user
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
@@ -59,13 +63,19 @@ def test_memory_is_bounded_and_what_is_used_stays_longest():
     assert not knows("b") and knows("c")
 
 
-def test_no_text_is_no_arguments():
+NO_ARGUMENTS: list[dict[str, Any]] = [{}, *({"arguments": given} for given in ("", " ", "{}", "null", "[]", None, []))]
+
+
+@pytest.mark.parametrize("given", [*NO_ARGUMENTS, {"arguments": "[1]"}, {"arguments": "0"}, {"arguments": '{"a": 1}'}])
+def test_agents_and_rows_read_the_same_arguments_of_a_call(given):
     tokenizer = tokenizer_with(TEMPLATES["thinking"])
-    said = [
-        ServedChat(tokenizer, {}).prompt([user("a"), assistant("", tool_calls=[{"function": call}]), user("b")], None)
-        for call in ({"name": "f", "arguments": ""}, {"name": "f", "arguments": " "}, {"name": "f", "arguments": "{}"})
-    ]
-    assert said[0] == said[1] == said[2] and '"arguments": {}' in tokenizer.decode(said[0].token_ids)
+    log = [user("a"), assistant("", tool_calls=[{"function": {"name": "f", **given}}]), user("b")]
+    said = tokenizer.decode(ServedChat(tokenizer, {}).prompt(log, None).token_ids)
+    expected = {} if given in NO_ARGUMENTS else json.loads(given["arguments"])
+    assert f'"arguments": {json.dumps(expected)}' in said
+    for fill_ins in (True, False):
+        [_, called, _] = chat_row({"messages": log}, fill_ins=fill_ins)["messages"]
+        assert called["tool_calls"][0]["function"]["arguments"] == expected
 
 
 def test_what_is_no_conversation_is_refused():
