@@ -6,8 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_FENCE = r"```+[^`\n]+```+|(?P<fence>```+)(?P<language>[^`\n]*)(?:\n|\Z)"  # first: a line in fences is no block
-_OPENING, _FENCE_ALONE = re.compile(rf"(?P<tag>(?<!`)<code>)|{_FENCE}"), re.compile(rf"(?P<tag>(?!))|{_FENCE}")
+# First: a line in fences is no block. A line of tildes alone may underline a heading.
+_FENCE = (
+    r"```+[^`\n]+```+|(?P<fence>```+)(?P<language>[^`\n]*)(?:\n|\Z)"
+    r"|^[^\S\n]*+(?P<tildes>~~~+)(?P<of_tildes>[^\S\n]*[\w{][^\n]*)(?:\n|\Z)"
+)
+_OPENING = re.compile(rf"(?P<tag>(?<!`)<code>)|{_FENCE}", re.MULTILINE)
+_FENCE_ALONE = re.compile(rf"(?P<tag>(?!))|{_FENCE}", re.MULTILINE)
+_LANGUAGE = re.compile(r"\w[\w.+#-]*")
 _PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
 _FIRST_LINE = re.compile(r"^([ \t]*)[^\s#]", re.MULTILINE)
 
@@ -36,17 +42,17 @@ def find_blocks(text: str) -> Iterator[Block]:
 def _find(text: str, opening_marks: re.Pattern[str]) -> Iterator[Block]:
     position = 0
     while opening := opening_marks.search(text, position):
-        start, fence = opening.end(), opening["fence"]
+        start, fence = opening.end(), opening["fence"] or opening["tildes"]
         if not fence and not opening["tag"]:
             position = start
             continue
-        marks = rf"^[^\S\n]*{fence}`*|{fence}`*[^\S\n]*$" if fence else "</code>"
+        marks = rf"^[^\S\n]*{fence}{fence[0]}*|{fence}{fence[0]}*[^\S\n]*$" if fence else "</code>"
         closing = re.compile(marks, re.MULTILINE).search(text, start)
         end, position = closing.span() if closing else (len(text), len(text))
         content, is_complete = text[start:end], closing is not None
         if fence:
-            words = opening["language"].lower().split()
-            yield Block(_dedent(content), words[0] if words else "", is_complete)
+            language = _LANGUAGE.search((opening["language"] or opening["of_tildes"] or "").lower())
+            yield Block(_dedent(content), language[0] if language else "", is_complete)
         elif inner := list(_find(content, _FENCE_ALONE)):
             yield Block(inner[-1].text, "<code>", is_complete or inner[-1].is_complete)
         else:

@@ -49,7 +49,7 @@ def _pattern(words: str, between: str, joined: str = "", others: str = "") -> re
     without = rf"|(?:{_any_of(joined)})[\s:,]*+" if joined else ""
     pronoun = r"I(?:['\u2019]|\s+(?!(?:is|because|since|as)\b)[a-z])"
     return re.compile(
-        rf"(?i:{words})(?P<gap>[\s:,]*+)(?P<between>(?i:{spaced}{without})*)(?P<mark>(?:[*(\[]\s*+)*+)"
+        rf"(?i:{words})[\"'`]?(?P<gap>[\s:,]*+)(?P<between>(?i:{spaced}{without})*)(?P<mark>(?:[*(\[]\s*+)*+)"
         rf"(?!{pronoun})(?P<letter>[A-Za-z{others}])(?![A-Za-z])"
     )
 
@@ -64,7 +64,12 @@ MULTILINGUAL = _pattern(
 
 # A box around a letter is an answer by itself. Other marks around a letter stand for a bracket, or mean nothing.
 BOX = re.compile(r"\\boxed\{(?=[\s({]*+(?:\\(?:text|textbf|mathrm|mathbf)\{[\s({]*+)?[A-Za-z](?![A-Za-z]))")
-OPENING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)")
+# Quotation marks count where they close behind the letter, or a mark of an option follows it: "B" and "B) Paris".
+OPENING = re.compile(
+    r"\\(?:boxed|text|textbf|mathrm|mathbf)\{|\*\*(?=\w\*\*)"
+    r"|(?<![A-Za-z])[\"'`\u201c\u201e\u2018\u201a\u00ab\u300c\u300e\u300a\u3010<]"
+    r"(?=\s?\(?\w[.)]?\s?[\"'`\u201d\u201c\u2019\u2018\u00bb\u300d\u300f\u300b\u3011>]|\w[.):])"
+)
 DECORATION = re.compile(r"\*\*|[${}\\]")
 OPTION_WORDS = ("option", "choice", "letter")
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from nemo_rl.environments.line_process import LineWorker, WorkerPool, next_job
 from nemo_rl.environments.math import published
 from nemo_rl.environments.math.multichoice import find_letter, true_letter
-from nemo_rl.environments.math.notation import bare_truth, plain
+from nemo_rl.environments.math.notation import bare_truth, mixed_number_in_words, plain, readings, readings_of_truth
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,12 @@ def exact_integer(response: str, ground_truth: str) -> Verdict | None:
 def hf_math_verify(job: Verification) -> Verdict:
     """Mathematical equality by the math-verify package. May take arbitrarily long: run it under a time limit."""
     parse_truth, parse_response, verify = _math_verify()
-    answer = parse_response(job.response if job.published_rules else plain(job.response))
-    correct = bool(verify(parse_truth(job.ground_truth, job.published_rules), answer))
-    return correct, next((part for part in answer if isinstance(part, str)), None)
+    truth = parse_truth(job.ground_truth, job.published_rules)
+    verdicts = []
+    for reading in [job.response] if job.published_rules else readings(job.response):
+        answer = parse_response(reading)
+        verdicts.append((bool(verify(truth, answer)), next((part for part in answer if isinstance(part, str)), None)))
+    return max(verdicts, key=lambda verdict: verdict[0])
 
 
 @cache
@@ -96,8 +99,8 @@ def _math_verify() -> tuple[Callable[[str, bool], Any], Callable[[str], Any], Ca
 
     @lru_cache(maxsize=1024)
     def parse_truth(ground_truth: str, published_rules: bool) -> Any:
-        truth = ground_truth if published_rules else plain(bare_truth(ground_truth))
-        return parse(f"\\boxed{{{truth}}}", latex, parsing_timeout=no_limit)
+        forms = [f"\\boxed{{{ground_truth}}}"] if published_rules else readings_of_truth(ground_truth)
+        return [part for form in forms for part in parse(form, latex, parsing_timeout=no_limit)]
 
     return (
         parse_truth,
@@ -106,7 +109,7 @@ def _math_verify() -> tuple[Callable[[str, bool], Any], Callable[[str], Any], Ca
     )
 
 
-ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*:\s*([^\n]+)")
+ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*[:\uff1a]\s*([^\n]+)")
 
 
 def dapo_math_verify(job: Verification) -> Verdict:
@@ -116,8 +119,10 @@ def dapo_math_verify(job: Verification) -> Verdict:
     found = ANSWER_LINE.findall(job.response[-published.NUM_TAIL_CHARACTERS :])
     if not found:
         return False, None
-    answer = normalize_answer(plain(found[-1]))
-    return answer == normalize_answer(plain(bare_truth(job.ground_truth))), answer
+    answer, truth = (
+        normalize_answer(mixed_number_in_words(plain(text))) for text in (found[-1], bare_truth(job.ground_truth))
+    )
+    return answer == truth, answer
 
 
 def normalize_answer(text: str) -> str:
@@ -125,7 +130,7 @@ def normalize_answer(text: str) -> str:
 
     "x = \boxed{1{,}024}." -> "1024"
     """
-    text = text.strip("*_ \t\r").rstrip(".").rpartition("=")[2]
+    text = text.strip("*_` \t\r").rstrip(".").rpartition("=")[2]
     boxed = re.search(r"\\boxed\{(.*)\}", text)
     text = boxed[1] if boxed else text
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
