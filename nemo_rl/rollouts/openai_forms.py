@@ -3,6 +3,10 @@
 https://platform.openai.com/docs/api-reference/chat/create. What is not supported is refused by its name. A form makes
 the JSON of one kind of answer. Items of `/v1/responses` become messages of a chat, so a conversation is the same tokens
 there as at `/v1/chat/completions`.
+
+Answers are plain dictionaries: with the types of the `openai` package an event of a stream costs 1.7 times as much, and
+their import 1.2 s in each process. The tests read answers with a client that refuses what is not of these types, and
+compare the parameters of requests with those of the package.
 """
 
 import json
@@ -42,7 +46,7 @@ def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 MAX_PROBLEMS_TOLD = 8
 # Parameters without effect here: they describe the client, or ask for parts of every answer.
-_IGNORED = {
+IGNORED = {
     *("user", "metadata", "store", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
@@ -84,7 +88,7 @@ class SamplingRequest(BaseModel):
     def _without_ignored(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
+        return {key: value for key, value in body.items() if value is not None and key not in IGNORED}
 
     @property
     def streams_usage(self) -> bool:
