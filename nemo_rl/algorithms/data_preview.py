@@ -118,6 +118,7 @@ def preview_inputs(config: RunConfig, kind: Literal["train", "validation"], num_
 
 QUANTILES = {0.0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1.0: "longest"}
 CONTEXT_TOKENS = 5  # tokens decoded before a token, on which its text may depend
+PART = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
 # Neighbouring tokens alternate, so that their borders are visible.
 CONTEXT_STYLES = ("grey62", "grey62 on grey19")
 LOSS_STYLES = ("black on green3", "black on pale_green1")
@@ -153,7 +154,10 @@ class PromptPreview:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, special tokens included; the token's name if it is only part of a character."""
+    """The text of each token, special tokens included; the token's name if it has none.
+
+    A character of several tokens stands at the last of them, and each of the others has `PART` for it.
+    """
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
     texts = []
     for end in range(1, len(token_ids) + 1):
@@ -162,8 +166,13 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
             str(tokenizer.decode(list(token_ids[begin:stop]), clean_up_tokenization_spaces=False))
             for stop in (end - 1, end)
         )
-        whole = after.startswith(before) and "\ufffd" not in after[len(before) :] and len(after) > len(before)
-        texts.append(after[len(before) :] if whole else str(names[end - 1]))
+        known = (
+            before if after.startswith(before) else before.rstrip(PART)
+        )  # without the parts that now have their last
+        piece = after[len(known) :] if after.startswith(known) else ""
+        if not piece and after.endswith(PART):  # a further part of a character
+            piece = PART
+        texts.append(piece or str(names[end - 1]))
     return texts
 
 

@@ -163,8 +163,8 @@ class RunRecorder:
     def choose_samples(self, plan: BatchPlan, groups: Sequence[GroupHandle] | None = None) -> None:
         """Choose the rows of `plan` that are reported: `cfg.samples_per_step` samples, from groups all over the plan.
 
-        With `groups`: of a group the best and the worst sample, with all rows of an agent's episode; otherwise all rows
-        of a planned sample.
+        With `groups`: of each group the best and the worst sample, then the next ones, with all rows of an agent's
+        episode; otherwise all rows of a planned sample.
         """
         planned = [sample for rank in plan.ranks for batch in rank.logprobs for sample in batch]
         chosen = set(chosen_rows(planned, groups, self.cfg.samples_per_step))
@@ -278,10 +278,10 @@ class RunRecorder:
 
 
 def chosen_rows(planned: Sequence[PlannedSample], groups: Sequence[GroupHandle] | None, limit: int) -> list[RowKey]:
-    """Rows of at most `limit` samples of groups at equal distances: those with the most and with the least reward.
+    """Rows of at most `limit` samples: those with the most and with the least reward of groups at equal distances.
 
-    Of an agent's episode the first `MAX_ROWS` rows. Without `groups`: all rows of samples at equal distances, in the
-    order of their keys.
+    If there are not as many, the next ones of each group. Of an agent's episode the first `MAX_ROWS` rows. Without
+    `groups`: all rows of samples at equal distances, in the order of their keys.
     """
     if groups is None:
         samples = sorted(sample.keys for sample in planned if sample.mask > 0)
@@ -291,13 +291,15 @@ def chosen_rows(planned: Sequence[PlannedSample], groups: Sequence[GroupHandle] 
     for sample in planned:
         if 0 <= sample.index < len(groups[sample.group].samples):  # no other row, and no copy that fills up a step
             by_group.setdefault(sample.group, []).append(sample.index)
-    chosen: list[list[RowKey]] = []
+    chosen: list[tuple[int, int, list[RowKey]]] = []
     for number in _spread(sorted(by_group), max(1, limit // 2)):
         group = groups[number]
         # Of equal rewards the first is the best and the last is the worst, so that they are two samples.
         ranked = sorted(sorted(by_group[number]), key=lambda i: _known(group.samples[i]), reverse=True)
-        chosen += [[(number, row) for row in _rows_of(group, i)] for i in dict.fromkeys((ranked[0], ranked[-1]))]
-    return [key for keys in chosen[:limit] for key in keys]
+        # Its best, its worst, its second best, ...
+        order = [i for pair in zip(ranked, reversed(ranked), strict=True) for i in pair][: len(ranked)]
+        chosen += [(place // 2, number, [(number, row) for row in _rows_of(group, i)]) for place, i in enumerate(order)]
+    return [key for _, _, keys in sorted(chosen, key=lambda sample: sample[:2])[:limit] for key in keys]
 
 
 def _known(sample: SampleMeta) -> float:

@@ -171,7 +171,8 @@ class ReportConfig(StrictModel):
     """Seconds from one version of the page to the next, from the first step on. A process of low priority makes it."""
 
     samples_per_step: int = Field(default=16, ge=0)
-    """Samples of each step that are kept with their tokens: of as many groups as possible the best and the worst."""
+    """Samples of each step that are kept with their tokens: of as many groups as possible the best and the worst, then
+    the next ones of each."""
 
     tokens_per_sample: int = Field(default=2048, ge=2)
     """Tokens that are kept of a sample; of a longer one its beginning and its end."""

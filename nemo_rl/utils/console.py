@@ -44,7 +44,8 @@ _LAG = "train/weight_version_lag/max"
 _TOKENS_PER_S = "performance/tokens_per_sec"
 _TIMING_PREFIX = "timing/train/"
 _PREDICTED_PREFIX = "performance/predicted_s/"
-_STEP_TIMER = "total_step_time"  # the sum of the phases
+_STEP_TIMER = "total_step_time"  # the sum of the phases but these, which follow a step
+_BEHIND_STEP = ("validation", "checkpointing")
 _NUM_STEPS_FOR_TIME_LEFT = 20
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "environment": "yellow", "tool": "yellow"}
 
@@ -276,7 +277,8 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 def summary_line(metrics: Mapping[str, float]) -> str:
     """One line: the main metrics, tokens per second, and the seconds of each phase, longest first.
 
-    A phase with a prediction has it behind it, as in `policy_training 24.1 (22.7 predicted)`.
+    A phase with a prediction has it behind it, as in `policy_training 24.1 (22.7 predicted)`. Validation and checkpoint
+    follow a step and are no part of its seconds: `0.7 s (generation 0.4, policy_training 0.3), then validation 0.2`.
     """
     lag = metrics.get(_LAG, 0.0)
     parts = [
@@ -289,15 +291,18 @@ def summary_line(metrics: Mapping[str, float]) -> str:
         parts.append(f"{metrics[_TOKENS_PER_S]:,.0f} tok/s")
     seconds = phase_seconds(metrics)
     total = seconds.pop(_STEP_TIMER, None)
-    phases = sorted(((value, name) for name, value in seconds.items()), reverse=True)
+    phases = sorted(((value, name) for name, value in seconds.items() if value >= 0.05), reverse=True)
     predicted = {name: metrics.get(_PREDICTED_PREFIX + name) for _, name in phases}
-    shown = ", ".join(
-        f"{name} {value:.1f}" + (f" ({predicted[name]:.1f} predicted)" if predicted[name] is not None else "")
+    shown = {
+        name: f"{name} {value:.1f}" + (f" ({predicted[name]:.1f} predicted)" if predicted[name] is not None else "")
         for value, name in phases
-        if value >= 0.05
-    )
+    }
+    behind = [shown.pop(name) for name in _BEHIND_STEP if name in shown] if total is not None else []
     if total is not None or shown:
-        parts.append((f"{total:.1f} s" if total is not None else "seconds") + (f" ({shown})" if shown else ""))
+        text = (f"{total:.1f} s" if total is not None else "seconds") + (
+            f" ({', '.join(shown.values())})" if shown else ""
+        )
+        parts.append(text + (f", then {', '.join(behind)}" if behind else ""))
     return "  ".join(parts)
 
 

@@ -3,13 +3,14 @@ import io
 import numpy as np
 from rich.console import Console
 
-from nemo_rl.algorithms.data_preview import PreviewInputs, PromptPreview, show_rows, token_text
+from nemo_rl.algorithms.data_preview import PreviewInputs, PromptPreview, show_rows, token_text, token_texts
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Example, ExampleMeta, Prompt
 from tests.unit.data.test_examples import prompt
+from tests.unit.data.test_loss_masks import tokenizer_of
 
 TOKENIZER = build_tiny_tokenizer()
 
@@ -46,3 +47,12 @@ def test_a_prompt_is_shown_as_the_rollouts_see_it():
     assert (meta.lengths, meta.num_loss_tokens, meta.problem) == ((6,), 0, None)
     said = "row rows:7 has 12 tokens, more than data.max_input_seq_length=8"
     assert (long.problem_kind, long.problem) == ("too_long", said)
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them():
+    tokenizer = tokenizer_of("")  # of bytes
+    ids = tokenizer("a 你é🙂\ufffdb", add_special_tokens=False)["input_ids"]
+    shown = token_texts(tokenizer, ids)
+    assert shown == ["a", " ", *"\ufffd\ufffd你", *"\ufffdé", *"\ufffd\ufffd\ufffd🙂", *"\ufffd\ufffd\ufffd", "b"]
+    spaced = build_tiny_tokenizer()
+    assert token_texts(spaced, spaced("1+2", add_special_tokens=False)["input_ids"]) == ["1", "+", "2"]

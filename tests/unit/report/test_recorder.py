@@ -67,6 +67,18 @@ def test_a_pair_is_reported_whole(limit, num_keys):
     assert len(chosen_rows([planned(0, 0, num_rows=2), planned(1, 0, num_rows=2)], None, limit)) == num_keys
 
 
+def test_the_best_and_the_worst_come_first_and_a_higher_limit_keeps_all():
+    rewards = ([0.0, 1.0, 0.5, 0.25], [1.0, 0.0, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [0.0, 0.25, 0.5, 1.0])
+    groups = [
+        handle(*(sample_meta(f"{g}/{i}", reward) for i, reward in enumerate(of_group)))
+        for g, of_group in enumerate(rewards)
+    ]
+    rows = [planned(g, i) for g in range(4) for i in range(4)]
+    assert chosen_rows(rows, groups, 4) == [(0, 1), (0, 0), (2, 0), (2, 3)]
+    assert chosen_rows(rows, groups, 10)[8:] == [(0, 2), (0, 3)]
+    assert len(set(chosen_rows(rows, groups, 64))) == 16
+
+
 @pytest.mark.parametrize("later", [["finish"], ["write_samples"] * 2])
 def test_samples_are_written_behind_the_step_and_a_problem_is_said_once(tmp_path, later):
     own, text = recorder(tmp_path)

@@ -40,6 +40,13 @@ def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
     assert all(text in shown for text in ("step 1/10", "train > backward", "12,346 tok/s", "1:03 left", "\x1b["))
 
 
+def test_the_seconds_of_a_step_are_those_of_its_phases():
+    times = {"total_step_time": 0.7, "generation": 0.4, "policy_training": 0.3, "validation": 0.2, "checkpointing": 1.0}
+    line = summary_line({f"timing/train/{name}": seconds for name, seconds in times.items()})
+    assert line == "0.7 s (generation 0.4, policy_training 0.3), then validation 0.2, checkpointing 1.0"
+    assert summary_line({"timing/train/validation": 0.2}) == "seconds (validation 0.2)"
+
+
 STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
 
 
