@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from nemo_rl.algorithms.config.loop import LoopConfig
+from nemo_rl.algorithms.config.loop import NO_LIMIT, LoopConfig
 from nemo_rl.algorithms.interruption import LAST_WORDS_S, Interruption
 from nemo_rl.algorithms.recovery import Recovery
 from nemo_rl.distributed.actor_host import traced
@@ -163,6 +163,7 @@ class Trainer(ABC):
         """Run until the steps, the data or the time are used up."""
         if self.num_steps is not None:
             self.tools.console.set_num_steps(self.num_steps)
+            self._announce_fewer_steps(self.num_steps)
         with self.tools.console, self.tools.interruption.steps():
             try:
                 self._run_steps()
@@ -173,6 +174,14 @@ class Trainer(ABC):
             raise KeyboardInterrupt
         if self.tools.recorder is not None:
             self.tools.recorder.finish(self.state.total_steps, self.policies[0])
+
+    def _announce_fewer_steps(self, num_steps: int) -> None:
+        loop = self.loop
+        if num_steps < loop.max_num_steps < NO_LIMIT:
+            self.tools.console.info(
+                f"{loop.key('max_num_epochs')}={loop.max_num_epochs} ends the run after step {num_steps}, where the "
+                f"data ends, before {loop.key('max_num_steps')}={loop.max_num_steps}"
+            )
 
     def _run_steps(self) -> None:
         num_recoveries, failed_at = 0, -1

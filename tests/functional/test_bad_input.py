@@ -111,7 +111,7 @@ sft & +sft.early_stopping={metric_name: 'val:val_los'} -> did you mean val:val_l
 sft & +sft.early_stopping={metric_name: val_loss} -> must be "val:<metric>" or null, e.g. "val:val_loss"
 dpo & +dpo.early_stopping={metric_name: 'val:val_loss', patience: null} -> so nothing would stop the run
 sft & sft.val_period=0 & checkpointing.metric_name=null & +sft.early_stopping={metric_name: 'val:val_loss'}
-    -> val:val_loss needs validation; set sft.val_period above 0, or metric_name=null
+    -> val:val_loss needs validation; set sft.val_period above 0, or checkpointing.metric_name=null
 """
 FOUR_ROWS = " & ".join(("data.train.dataset_name=four.jsonl", *SMALL))
 

@@ -15,6 +15,9 @@ from nemo_rl.models.policy.megatron.config import device_problems
 from nemo_rl.utils.config import CheckpointingConfig, ClusterConfig, LoggerConfig, PerformanceConfig
 from nemo_rl.utils.files import flatten_dict
 
+NO_LIMIT = 1_000_000
+"""`max_num_steps` of a run that ends with its epochs."""
+
 Problems = Iterator[tuple[str, str]]
 """(dotted key, message); the message says which values would work."""
 
@@ -55,7 +58,7 @@ class LoopConfig(StrictModel):
     max_num_epochs: int = Field(default=1, ge=1)
     """Passes over the training data. The run ends after them or after `max_num_steps` steps, whichever comes first."""
 
-    max_num_steps: int = Field(default=1_000_000, ge=1)
+    max_num_steps: int = Field(default=NO_LIMIT, ge=1)
     """Steps of the run at most."""
 
     seed: int = Field(default=42, ge=0)
@@ -180,13 +183,21 @@ class RunConfig(StrictModel):
         loop, section = self.loop, self.section
         if loop.validates and not has_data:
             on = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
-            off = " and ".join(f"{section}.{setting}" for setting, is_on in on.items() if is_on)
+            off = [f"{section}.{setting}" for setting, is_on in on.items() if is_on]
+            off += [f"{key}=null" for key, name in self._chosen_metrics().items() if name.startswith("val:")]
             yield (
                 "data.validation",
                 f"nothing to validate on ({section}.val_period={loop.val_period}, "
                 f"val_at_start={written(loop.val_at_start)}, val_at_end={written(loop.val_at_end)}); name a dataset, "
-                f"set split_validation_size of a training dataset, or switch validation off with {off}",
+                f"set split_validation_size of a training dataset, or switch validation off with {' '.join(off)}",
             )
+
+    def _chosen_metrics(self) -> dict[str, str]:
+        """Key -> metric that it names: those that rank checkpoints and stop the run."""
+        saves = self.checkpointing
+        used = {f"{self.section}.early_stopping.metric_name": self.loop.early_stopping.metric_name}
+        used |= {"checkpointing.metric_name": saves.metric_name if saves.enabled else None}
+        return {key: name for key, name in used.items() if name is not None}
 
     def check_metric_names(self, free_prefixes: Collection[str] = ()) -> Problems:
         """Check that the metrics that rank checkpoints and stop the run are reported when they are needed.
@@ -194,16 +205,12 @@ class RunConfig(StrictModel):
         Names that begin with one of `free_prefixes` and a slash are not checked: they are not known before the run.
         """
         saves, val_period = self.checkpointing, self.loop.val_period
-        used = {f"{self.section}.early_stopping.metric_name": self.loop.early_stopping.metric_name}
-        used |= {"checkpointing.metric_name": saves.metric_name if saves.enabled else None}
-        for key, name in used.items():
-            if name is None:
-                continue
+        for key, name in self._chosen_metrics().items():
             prefix, _, metric = name.partition(":")
             ranks_saves = key == "checkpointing.metric_name" and saves.keep_top_k is not None
             available = self.val_metrics if prefix == "val" else self.train_metrics
             if prefix == "val" and val_period == 0:
-                yield key, f"{name} needs validation; set {self.section}.val_period above 0, or metric_name=null"
+                yield key, f"{name} needs validation; set {self.section}.val_period above 0, or {key}=null"
             elif metric not in available and metric.partition("/")[0] not in free_prefixes:
                 more = ""
                 if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass_k|pass@\w+", metric):

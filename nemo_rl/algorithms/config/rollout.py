@@ -361,7 +361,8 @@ _SAMPLING = {
     ),
     "{algorithm}.replay_from: rollout.replay_from excludes rollout.validates": (
         "no engine is started that could answer validation prompts; set {algorithm}.val_period=0, "
-        "{algorithm}.val_at_start=false and {algorithm}.val_at_end=false"
+        "{algorithm}.val_at_start=false, {algorithm}.val_at_end=false and, if it is a metric of validations, "
+        "checkpointing.metric_name=null"
     ),
     "{algorithm}.rollout_record.enabled: rollout.replay_from excludes rollout.rollout_record.enabled": (
         "nothing is sampled with replay_from; set it to false"

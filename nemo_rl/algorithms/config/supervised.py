@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import (
+    NO_LIMIT,
     LoopConfig,
     Problems,
     RunConfig,
@@ -206,8 +207,8 @@ class DPOMasterConfig(PreferenceMasterConfig):
 class RMConfig(SupervisedConfig, RewardModelLossConfig):
     """Reward model: the loss, validation."""
 
-    max_num_steps: Annotated[int, BeforeValidator(lambda value: 1_000_000 if value == -1 else value)] = Field(
-        default=1_000_000, ge=1
+    max_num_steps: Annotated[int, BeforeValidator(lambda value: NO_LIMIT if value == -1 else value)] = Field(
+        default=NO_LIMIT, ge=1
     )
     """Steps of the run at most; -1: as many as the epochs have."""
 

@@ -186,6 +186,15 @@ def test_after_a_worker_died_the_run_goes_on_from_the_last_whole_checkpoint(tmp_
     assert trainer.sound_steps() == ["step_3", "step_6", "step_8"]
 
 
+@pytest.mark.parametrize(("asked", "is_said"), [(3, True), (1, False), (1_000_000, False)])
+def test_a_run_says_at_its_start_that_its_data_ends_before_the_steps_that_were_asked_for(tmp_path, asked, is_said):
+    loop = LoopConfig(val_period=0, max_num_steps=asked, max_num_epochs=2)
+    trainer = FakeTrainer(tmp_path, num_steps=1, loop=loop)
+    trainer.train()
+    said = "max_num_epochs=2 ends the run after step 1, where the data ends, before max_num_steps=3"
+    assert (said in trainer.text.getvalue()) is is_said
+
+
 # -- several policies
 
 

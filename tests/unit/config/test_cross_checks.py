@@ -77,10 +77,11 @@ grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: age
 grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: agent, run: 'json:loads'} -> fine
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
-data.train={dataset_name: gsm8k, split_validation_size: 0.0} -> switch validation off with grpo.val_period=0
+data.train={dataset_name: gsm8k, split_validation_size: 0.0}
+    -> switch validation off with grpo.val_period=0 checkpointing.metric_name=null
 data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null
     & grpo.replay_from=/tmp & grpo.val_at_end=false -> fine
-grpo.val_period=0 -> checkpointing.metric_name ... val:accuracy needs validation
+grpo.val_period=0 -> checkpointing.metric_name ... set grpo.val_period above 0, or checkpointing.metric_name=null
 grpo.val_period=0 & checkpointing.enabled=false & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> fine
 grpo.val_period=4 & checkpointing.save_period=10 -> checkpointing.save_period ... for val_period use 1, 2, 5, 10
 checkpointing.metric_name=train:max_seq_mult_prob_error -> no run with this configuration
