@@ -30,7 +30,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, resolve_tiny_model, tiny_model_config
 from nemo_rl.utils.files import make_once
-from nemo_rl.utils.folders import cache_root
+from nemo_rl.utils.folders import cache_root, require_hub
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,15 @@ def resolve_model(name: str) -> str:
     """The folder of the model `tiny:<recipe>` or of a GGUF file, made on first use; any other name unchanged.
 
     Raises:
-        ValueError: an unknown recipe; or a GGUF file that does not exist or cannot be read.
+        ValueError: an unknown recipe; a GGUF file that does not exist or cannot be read; or the name of a model of a
+            hub that cannot be reached.
     """
     if name.startswith(TINY_MODEL_PREFIX):
         return resolve_tiny_model(name)
     if is_gguf(name):
         return resolve_gguf(Path(name).expanduser())
+    if not name.startswith((".", "/", "~")) and name.count("/") < 2 and not Path(name).exists():
+        require_hub(name)
     return name
 
 

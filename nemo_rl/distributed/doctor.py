@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 import torch
 from packaging.requirements import Requirement
@@ -28,6 +26,7 @@ from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, Worke
 from nemo_rl.distributed.process_limit import process_limits
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
+from nemo_rl.utils.folders import hub_failure, hub_is_off
 from nemo_rl.utils.venvs import shortfall
 
 MIN_OPEN_FILES = 4096
@@ -40,7 +39,6 @@ MAX_SKEW_S = 2.0
 MAX_ROUND_TRIP_MS = 50.0
 _WRITE_MB = 64
 _LARGE_MB = 64  # of the large collective
-_HUB_TIMEOUT_S = 5.0
 
 WORKER = "nemo_rl.distributed.doctor.DoctorWorker"
 
@@ -170,16 +168,11 @@ def examine_folder(folder: Path) -> Finding:
 
 def examine_hub() -> Finding:
     subject = "Hugging Face hub"
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
+    if hub_is_off():
         return good(subject, "HF_HUB_OFFLINE is set: folders and the cache only")
-    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = url.port or (443 if url.scheme == "https" else 80)
-    try:
-        socket.create_connection((url.hostname or "", port), _HUB_TIMEOUT_S).close()
-    except OSError as error:
-        remedy = "set HF_HUB_OFFLINE=1 and use folders or the cache, or set HF_ENDPOINT or a proxy"
-        return judged(False, subject, f"{url.hostname} cannot be reached ({error})", remedy, "remark")
-    return good(subject, f"{url.hostname} answers")
+    remedy = "set HF_HUB_OFFLINE=1 and use folders or the cache, or set HF_ENDPOINT or a proxy"
+    failure = hub_failure()
+    return judged(failure is None, subject, failure or "it answers", remedy, "remark")
 
 
 # -- between nodes

@@ -1,10 +1,15 @@
-"""Folders of this user: the cache, and one for temporary files that nobody else reads. Standard library only."""
+"""Folders of this user: the cache with the hub that fills it, and one for temporary files that nobody else reads.
+
+Standard library only.
+"""
 
 import os
+import socket
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 # Variables that name the caches of libraries, and folders of ours. Libraries read them when they are imported.
 _CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_HOME": "triton"}
@@ -77,3 +82,37 @@ def own_folder() -> Path:
         raise ValueError(f"{folder} is no folder of this user: remove it, or set TMPDIR to a folder of yours")
     folder.chmod(0o700)
     return folder
+
+
+_HUB_TIMEOUT_S = 5.0
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+def hub_is_off() -> bool:
+    """Whether the user has told the libraries of the Hugging Face hub to use the cache alone."""
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
+
+
+def hub_failure() -> str | None:
+    """Why no connection to the Hugging Face hub can be made, or None. A proxy is trusted: it may know another way."""
+    if any(os.environ.get(name) for name in _PROXIES):
+        return None
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname or "", port), _HUB_TIMEOUT_S).close()
+    except OSError as error:
+        return f"{url.hostname} cannot be reached ({error})"
+    return None
+
+
+def require_hub(name: str) -> None:
+    """Raises ValueError if `name`, which is no folder, is to be looked up in a hub that cannot be reached.
+
+    The libraries of the hub would try again for half a minute, for each file.
+    """
+    if not hub_is_off() and (failure := hub_failure()) is not None:
+        raise ValueError(
+            f"{name!r} is no folder here, and {failure}: name a folder, take what is in the cache with "
+            "HF_HUB_OFFLINE=1, or set HF_ENDPOINT or HTTPS_PROXY"
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import some_of
+from nemo_rl.utils.folders import require_hub
 
 MAX_ROW_BYTES = 256 << 20  # of a line of text: a longer one is a file without line breaks
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -53,6 +54,8 @@ def load_table(
         source = {"path": builder, "data_files": path}
     elif Path(path).is_dir():
         _require_readable(Path(path))
+    else:
+        require_hub(path)
     with _naming_errors(path, builder):
         loaded = datasets.load_dataset(**source, cache_dir=cache_dir, streaming=streaming)
     if Path(path).is_dir():

@@ -1,6 +1,7 @@
 """Folders of a user whose home folder or temporary folder is not as usual."""
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.utils.folders import cache_root, move_caches, own_folder
+from nemo_rl.utils.tables import load_table
 from tests.unit.distributed.test_worker_groups import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -103,3 +106,20 @@ def test_sockets_and_lists_of_paths_work_in_the_scratch_folder_of_any_tmpdir(nam
     scratch = Path(done.stdout.removesuffix("\n"))
     assert not set(str(scratch)) & set(" :")
     assert eventually(lambda: not scratch.parent.exists() and not any(folder.iterdir()), limit_s=60)
+
+
+def test_a_name_of_a_hub_that_cannot_be_reached_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        for look_up in (resolve_model, load_table):
+            with pytest.raises(ValueError, match=r"'owner/name' is no folder here, and 127.0.0.1 cannot be reached"):
+                look_up("owner/name")
+        assert resolve_model(str(tmp_path)) == str(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert resolve_model("owner/name") == "owner/name"
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        taken.listen()
+        assert resolve_model("owner/name") == "owner/name"
