@@ -11,6 +11,7 @@ from typing import Self
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.interruption import LAST_WORDS_S, Interruption, command_line
 from nemo_rl.algorithms.loop import TRACKER_RUNS, NonFiniteLoss, RunTools, Trainer
+from nemo_rl.algorithms.parts.hardware import slow_precision
 from nemo_rl.algorithms.parts.saves import Saves
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.loader import dump_config
@@ -149,6 +150,8 @@ class Run[ConfigT: RunConfig](Command):
         self._config, changes, info = saves.open(self._config, run_dir, self.stack)
         for change in changes:
             self.console.warn(change)
+        if (slow := slow_precision(self._config)) is not None:
+            self.console.warn(slow)
         config, monitor = self._config, None
         if config.logger.monitor_gpus:
             from nemo_rl.distributed.meters import UsageMonitor

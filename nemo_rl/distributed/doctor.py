@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, WorkerError, first_line
 from nemo_rl.distributed.process_limit import process_limits
+from nemo_rl.distributed.processor import BFLOAT16_FLAGS, lacks_bfloat16, processor_flags
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 from nemo_rl.utils.folders import hub_failure, hub_is_off
@@ -70,6 +71,14 @@ def examine_machine() -> Finding:
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     text = f"{len(os.sched_getaffinity(0))} cores, {gb:.0f} GB, Linux {platform.release()}, Python "
     return good("machine", text + platform.python_version())
+
+
+def examine_processor(flags: Collection[str]) -> Finding:
+    """Whether models can train in bfloat16 on the processor itself."""
+    found = [BFLOAT16_FLAGS[flag] for flag in flags if flag in BFLOAT16_FLAGS]
+    text = f"bfloat16 by {' and '.join(sorted(found))}" if found else "no instructions for bfloat16 are named"
+    remedy = "a run without GPUs takes five times as long in bfloat16: set policy.precision=float32"
+    return judged(not lacks_bfloat16(flags), "processor", text, remedy, "remark")
 
 
 def examine_gpus(needed: int) -> Finding:
@@ -183,7 +192,8 @@ class DoctorWorker:
 
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
         """Findings of this machine. `gpus`: how many GPUs a run uses here."""
-        machine = [examine_machine(), examine_gpus(gpus), examine_versions()]
+        device = examine_gpus(gpus) if gpus else examine_processor(processor_flags())
+        machine = [examine_machine(), device, examine_versions()]
         limits = [examine_shared_memory(), examine_open_files(), examine_ports(), examine_processes(process_limits())]
         return [*machine, *limits, *(examine_folder(Path(name)) for name in dict.fromkeys(folders)), examine_hub()]
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from nemo_rl.algorithms.parts.hardware import slow_precision
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
@@ -321,4 +322,5 @@ def describe_evaluation(cfg: EvalMasterConfig) -> str:
         node, first = divmod(engine * size, cluster.workers_per_node)
         devices = ", ".join(str(first + number) for number in range(size))
         lines.append(f"  engine {engine}: node {node}, {device} {devices}")
-    return "\n".join(lines)
+    slow = slow_precision(cfg)
+    return "\n".join([*lines, *([] if slow is None else ["", f"WARNING {slow}"])])

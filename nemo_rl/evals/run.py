@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.interruption import Interruption
 from nemo_rl.algorithms.parts.devices import Devices
 from nemo_rl.algorithms.parts.environments import Environments
+from nemo_rl.algorithms.parts.hardware import slow_precision
 from nemo_rl.algorithms.parts.model import image_reader, tokenizer_identity
 from nemo_rl.algorithms.parts.prompts import check_prompts
 from nemo_rl.algorithms.parts.worker_settings import sampling_params, worker_settings
@@ -85,6 +86,8 @@ def run_eval(config: EvalMasterConfig) -> int:
     with Command(num_steps=1, files=files, again=again, interruption=Interruption()) as command:
         inputs = prepare(config)
         command.keep_files_in(inputs.folder)
+        if (slow := slow_precision(config)) is not None:
+            command.console.warn(slow)
         num_samples = config.eval.num_tests_per_prompt
         with open_folder(inputs.folder, inputs.identity, dump_config(config), num_samples) as samples:
             _report_start(samples, inputs.data, command.console)

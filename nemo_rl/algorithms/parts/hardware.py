@@ -1,13 +1,19 @@
-"""Whether this machine has the GPUs and processes that a run needs. Looked at before torch and Ray are loaded."""
+"""Whether this machine has the GPUs and processes that a run needs, and whether it is slow at what the run computes.
+
+Looked at before torch and Ray are loaded.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.process_limit import process_limits
+from nemo_rl.distributed.processor import lacks_bfloat16, processor_flags
 from nemo_rl.distributed.ray_places import find_cluster
+from nemo_rl.environments.section_parts import DeviceConfig
 from nemo_rl.utils.config import ClusterConfig
 
 _RAY_PROCESSES = 200  # processes and threads of Ray, the driver and single actors, on a machine of two cores
@@ -66,6 +72,38 @@ def check_processes(needed: int, limits: Sequence[tuple[int, int, str]]) -> None
         if used + needed > allowed:
             problem = f"this run needs {needed} processes and threads, and {allowed} are allowed, {used} of them in use"
             raise ConfigError([Problem((), f"{problem}: raise the limit ({remedy})")])
+
+
+def slow_precision(cfg: NeedsHardware, flags: Collection[str] | None = None) -> str | None:
+    """A warning if the run computes in bfloat16 on CPUs like this one, and this one is slow at that; else None.
+
+    `flags` replace the flags of this machine's processor.
+    """
+    if cfg.cluster.use_gpus or not lacks_bfloat16(processor_flags() if flags is None else flags):
+        return None
+    keys = [f"{key}=float32" for key in _bfloat16_keys(cfg)]
+    if not keys:
+        return None
+    return (
+        "this CPU has no instructions for bfloat16 (AVX512-BF16, AMX) and is about five times slower with it than with "
+        f"float32: set {' '.join(keys)}"
+    )
+
+
+def _bfloat16_keys(section: Any) -> Iterator[str]:
+    """The keys below `section` that let models compute in bfloat16 on CPUs."""
+    if isinstance(section, dict | list):
+        for entry in section.values() if isinstance(section, dict) else section:
+            yield from _bfloat16_keys(entry)
+    if not isinstance(section, StrictModel):
+        return
+    values = dict(section)
+    has_model = values.get("model_name", "") is not None
+    is_on_gpu = isinstance(where := values.get("resources"), DeviceConfig) and where.gpus_per_node > 0
+    if values.get("precision") == "bfloat16" and has_model and not is_on_gpu:
+        yield section.key("precision")
+    for value in values.values():
+        yield from _bfloat16_keys(value)
 
 
 def gpu_names() -> list[str]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
-from nemo_rl.algorithms.parts.hardware import gpu_names
+from nemo_rl.algorithms.parts.hardware import gpu_names, slow_precision
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.model_folder import unmade_config
@@ -65,7 +65,12 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
         first = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
         apart = ["", *_rank_lines(cfg.generation_cluster, engines, **first)]
     ranks = [*_rank_lines(training, columns), *apart]
-    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *memory_lines(cfg), "", *ranks])
+    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
+
+
+def _warnings(cfg: TrainingConfig) -> list[str]:
+    slow = slow_precision(cfg)
+    return [] if slow is None else ["", f"WARNING {slow}"]
 
 
 def _labelled(title: str, rows: dict[str, str]) -> list[str]:
@@ -86,7 +91,7 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
     }
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
     ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
-    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *memory_lines(cfg), "", *ranks])
+    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
@@ -150,6 +155,9 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
         rows["generation"] = "by the policy's own workers"
     if cfg.rollout.replay_from is not None:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
+    elif not (cluster.use_gpus or generation.is_by_policy or "enable_prefix_caching" in generation.vllm_kwargs):
+        times = cfg.rollout.num_generations_per_prompt
+        rows["prefix caching"] = f"off on CPUs: a prompt is computed {times} times, once for each of its samples"
     for model in cfg.further_models:
         sizes = training_sizes(model.config, model.cluster.num_workers)
         where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing

@@ -15,7 +15,7 @@ import pytest
 from nemo_rl.algorithms.data_preview import load_run_config, preview_inputs
 from nemo_rl.algorithms.interruption import Interruption
 from nemo_rl.algorithms.parts.environments import check_environments
-from nemo_rl.algorithms.parts.hardware import check_hardware, check_processes
+from nemo_rl.algorithms.parts.hardware import check_hardware, check_processes, slow_precision
 from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.algorithms.parts.placement import describe_placement
 from nemo_rl.algorithms.parts.saves import Saves
@@ -117,6 +117,28 @@ def test_a_placement_refuses_adapters_that_the_model_does_not_take() -> None:
         lora = f"{{enabled: true, match_all_linear: false, target_modules: [{layer}]}}"
         with pytest.raises(ConfigError, match=told):
             lines_of("policy.model_name=tiny:arithmetic", f"policy.dtensor_cfg.lora_cfg={lora}")
+
+
+def test_a_placement_on_cpus_says_that_a_prompt_is_computed_for_each_of_its_samples() -> None:
+    said = "prefix caching off on CPUs: a prompt is computed 16 times, once for each of its samples"
+    assert said in lines_of("cluster.gpus_per_node=0") and said not in lines_of("cluster.gpus_per_node=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "keys"),
+    [
+        ((), {"avx2"}, "policy.precision=float32 policy.generation.vllm_cfg.precision=float32"),
+        (("policy.generation.vllm_cfg.precision=float32",), {"avx512f"}, "policy.precision=float32"),
+        (("policy.precision=float32",), {"avx2"}, None),
+        ((), {"avx2", "avx512_bf16"}, None),
+        ((), {"asimd", "bf16"}, None),
+        ((), set(), None),
+        (("cluster.gpus_per_node=1",), {"avx2"}, None),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_its_instructions_is_told(overrides, flags, keys) -> None:
+    told = slow_precision(build("cluster.gpus_per_node=0", *overrides), flags)
+    assert told is keys if keys is None else str(told).endswith(f"set {keys}")
 
 
 def test_every_axis_of_a_layout_is_shown() -> None:

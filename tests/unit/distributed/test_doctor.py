@@ -13,6 +13,7 @@ import pytest
 
 from nemo_rl.distributed import doctor
 from nemo_rl.distributed.errors import RayLost
+from nemo_rl.distributed.processor import processor_flags
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 from tests.functional.cli import ROOT
@@ -89,6 +90,18 @@ def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.
     used = finding("NVIDIA H100, 580.95, 4096")
     assert used.level == "remark" and "up to 4.0 GB in use" in used.text
     assert finding("NVIDIA GB10, 580.95, '[N/A]'").level == doctor.examine_gpus(0).level == "good"
+
+
+def test_a_processor_without_bfloat16_is_a_remark(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    for lines, level in (
+        ("processor\t: 0\nflags\t\t: fpu avx2\n", "remark"),
+        ("flags\t\t: avx2 avx512_bf16 amx_bf16\n", "good"),
+        ("Features\t: asimd bf16\n", "good"),
+        ("processor\t: 0\n", "good"),  # it names none
+    ):
+        file.write_text(lines)
+        assert doctor.examine_processor(processor_flags(file)).level == level, lines
 
 
 def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
