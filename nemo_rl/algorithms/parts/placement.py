@@ -34,6 +34,7 @@ from nemo_rl.models.policy.memory import (
     asleep,
     cache_tokens,
     describe_memory,
+    gigabytes,
     predict_memory,
     predict_training,
 )
@@ -351,11 +352,12 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
         where = f"a GPU ({name or ASSUMED_GPU + ' assumed'})"
     else:
         machine = Machine(is_gpu=False)
-        together = "a CPU worker and its engine together, without libraries (about 0.6 GB each)"
-        where = together if samples else "a CPU worker, without libraries (about 0.6 GB)"
+        where = "each kind of process" if samples else "a CPU worker"
     phases = phases_of(cfg, model, machine)
     lines = [f"memory of {where}, predicted for {model.parameters / 1e9:.3g}e9 parameters:"]
     lines += [f"  {line}" for line in describe_memory(phases, machine)]
+    if not machine.is_gpu and cfg.cluster.num_nodes == 1:
+        lines.append(f"  {_together(cfg, phases)}")
     if not isinstance(cfg, RolloutMasterConfig):
         return lines
     tokens = cache_tokens(cfg.policy, model, phases)
@@ -363,6 +365,22 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
         whole = tokens / cfg.policy.max_total_sequence_length
         lines.append(f"  the KV cache of an engine holds {tokens:,.0f} tokens, {whole:,.1f} of the longest samples")
     return lines
+
+
+OTHERS_BYTES = 1.5e9  # of a run on a CPU beside models and engines: Ray, driver, rollout worker, one environment
+
+
+def _together(cfg: TrainingConfig, phases: Sequence[Phase]) -> str:
+    """The peaks of all processes of a machine without GPUs."""
+    number = {"": cfg.cluster.num_workers, "policy": cfg.training_cluster.num_workers}
+    if isinstance(cfg, RolloutMasterConfig):
+        number |= {further.key: further.cluster.num_workers for further in cfg.further_models}
+        number["engine"] = cfg.generation_cluster.num_workers
+    peaks: dict[str, float] = {}
+    for phase in phases:
+        peaks[phase.device] = max(peaks.get(phase.device, 0.0), phase.num_bytes)
+    total = sum(number[kind] * peak for kind, peak in peaks.items()) + OTHERS_BYTES
+    return f"{'together':<23}{gigabytes(total):>9}, of which {gigabytes(OTHERS_BYTES)} for Ray, the driver and the like"
 
 
 def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[Phase]:
@@ -389,7 +407,7 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
     # While one is awake, the policy and the others sleep, and the engine if it is on the same device.
     generation = cfg.policy.generation
     num_asleep = len(taking_turns) + (generation.colocated.enabled and not generation.is_by_policy)
-    for further in taking_turns if machine.is_gpu else ():
+    for further in taking_turns if machine.is_gpu else cfg.further_models:
         found = local_config(further.config)
         if found is None or not ModelShape.is_known(found):
             continue
@@ -400,9 +418,9 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             num_ranks=further.cluster.num_workers,
             is_trained=further.is_trained,
             beside=asleep(machine, num_asleep),
-            device=phases[0].device,
+            device=phases[0].device if machine.is_gpu else further.key,
         )
-        phases += [replace(phase, name=f"{further.key} {phase.name}") for phase in beside]
+        phases += [replace(phase, name=f"{further.key} {phase.name}") for phase in beside] if machine.is_gpu else beside
     return phases
 
 

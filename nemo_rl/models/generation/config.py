@@ -199,6 +199,11 @@ class VllmConfig(StrictModel):
     rules: ClassVar = {"env_vars.TMPDIR: env_vars has TMPDIR": "the library decides it; set TMPDIR for the whole run"}
 
     @property
+    def batched_tokens_on_cpu(self) -> int:
+        """Prompt tokens of an engine step on a CPU."""
+        return max(self.max_model_len, 8192)
+
+    @property
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """Data type of activations, and in which weights are sent."""
         return "bfloat16" if self.precision == "fp8" else self.precision

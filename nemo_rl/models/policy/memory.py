@@ -4,8 +4,10 @@ config.json -> `ModelShape` (parameters per layer, widths) + `RunShape` (ranks, 
 -> `predict_memory`: phases, each with its parts in bytes and the key that lowers each -> the peak
 
 Saved activations are counted from the tensors that the layers of transformers keep for their backward pass. On a GPU,
-libraries and their kernels' workspaces are one constant; on a CPU, the slack of the heap is one share of the rest.
-`benchmarks/memory.py` measures the training phase on the CPU against the prediction.
+libraries and their kernels' workspaces are one constant. On a CPU nothing takes turns: each kind of process (the ranks
+of a model, engines) has phases and a peak of its own, libraries are a constant of each kind, and the slack of the heap
+is one share of the rest. `benchmarks/memory.py` measures the training phase on the CPU against the prediction, and
+`benchmarks/memory_of_runs.py` every kind of process of a run.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
 HEAP_SHARE = 0.08  # of a CPU process: freed pieces between others that live (measured: the mean of twelve cases)
+# Of a kind of process on a CPU, as PSS: pages that processes share are divided among them. An engine is two processes.
+LIBRARIES = {"trained": 210_000_000, "frozen": 165_000_000, "engine": 1_000_000_000}
 ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
 DRAFT_ROWS = 256  # whose logits over the whole vocabulary a draft has at a time
 MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
@@ -118,10 +122,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The memory of one device in one phase."""
+    """The memory of one device, or of one process on a CPU, in one phase."""
 
     name: str
-    device: str  # "training" or "generation", where these are apart; else ""
+    device: str  # "training" or "generation", where these are apart; on CPUs the kind of process; else ""
     parts: tuple[Part, ...]
 
     @property
@@ -143,7 +147,13 @@ def _master_bytes(policy: PolicyConfig) -> int:
 
 
 def training_phases(
-    policy: PolicyConfig, model: ModelShape, machine: Machine, *, num_ranks: int, sequences: int = 1
+    policy: PolicyConfig,
+    model: ModelShape,
+    machine: Machine,
+    *,
+    num_ranks: int,
+    sequences: int = 1,
+    is_trained: bool = True,
 ) -> dict[str, list[Part]]:
     """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). Arguments as in `predict_training`."""
     sizes, backend, master = training_sizes(policy, num_ranks), policy.backend_cfg, _master_bytes(policy)
@@ -156,16 +166,18 @@ def training_phases(
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
     own = whole / shards
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
-    trained = own * 0.01 if policy.adapters.enabled else own
+    trained = 0.0 if not is_trained else own * 0.01 if policy.adapters.enabled else own
     if isinstance(sizes, MegatronSizes):
         spread = sizes.data_parallel * sizes.context_parallel if sizes.shards_optimizer else 1
         state = trained * 3 * MAIN_BYTES / spread  # a main copy and two moments
     else:
         name = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
         state = trained * OPTIMIZER_MOMENTS.get(name, 0) * master
-    gathered = 0.0 if is_megatron else _gathered(model, sizes, whole, machine) * BYTES[policy.precision]
     resident = [Part("parameters", own * master, cut), Part(OPTIMIZER_STATE, state, cut)]
-    used = [*resident, Part("gathered weights", gathered, f"raise {backend.key('tensor_parallel_size')}")]
+
+    def used(*, grad: bool) -> list[Part]:
+        gathered = 0.0 if is_megatron else _gathered(model, sizes, whole, machine, grad=grad) * BYTES[policy.precision]
+        return [*resident, Part("gathered weights", gathered, f"raise {backend.key('tensor_parallel_size')}")]
 
     reduced = trained * (MAIN_BYTES if is_megatron or machine.is_gpu else master)
     whole_gradient = trained * shards * MAIN_BYTES
@@ -183,8 +195,8 @@ def training_phases(
         for tokens, grad in zip(budgets, (True, False), strict=True)
     )
     phases = {
-        "logprobs": [*used, *logprobs],
-        "train": [*used, Part("gradients", held, cut), *train],
+        "logprobs": [*used(grad=False), *logprobs],
+        "train": [*used(grad=True), Part("gradients", held, cut), *train],
         "update": [
             *resident,
             Part("gradients", at_update, cut),
@@ -217,17 +229,17 @@ def _pass(
         size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
     parts = [Part("activations", tokens * (kept * in_flight + work + model.hidden * compute), size)]
     if not policy.reward_model_cfg.enabled:
-        tile = GPU_TILE_BYTES[0] if machine.is_gpu else TILE_BYTES
+        tile = min(GPU_TILE_BYTES[0] if machine.is_gpu else TILE_BYTES, tokens * model.vocab_size * MAIN_BYTES)
         parts.append(Part("logit tiles", 2 * tile, f"lower {policy.key('logprob_chunk_size')}"))
     return parts
 
 
-def _gathered(model: ModelShape, sizes: ParallelSizes, whole: float, machine: Machine) -> float:
-    """Weights that FSDP gathers: the root for the whole pass, a layer and the next one; all that lie on one rank.
+def _gathered(model: ModelShape, sizes: ParallelSizes, whole: float, machine: Machine, *, grad: bool) -> float:
+    """Weights that FSDP gathers: the root for the whole pass, a layer and the next one; on a GPU all of a single rank.
 
-    On a CPU, layers that FSDP frees stay in the heap of the process.
+    On a CPU, layers that FSDP frees between the activations of training stay in the heap of the process.
     """
-    if sizes.dp_shard * sizes.context_parallel == 1 or not machine.is_gpu:
+    if (machine.is_gpu and sizes.dp_shard * sizes.context_parallel == 1) or (grad and not machine.is_gpu):
         return whole
     layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
     return model.root_parameters / sizes.tensor_parallel + model.tower_parameters + 2 * layer
@@ -253,10 +265,10 @@ def predict_training(
         beside: other uses of the device.
         device: see `Phase`.
     """
-    phases = training_phases(policy, model, machine, num_ranks=num_ranks, sequences=sequences)
+    phases = training_phases(policy, model, machine, num_ranks=num_ranks, sequences=sequences, is_trained=is_trained)
     if not is_trained:
         phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
-    others = [*_process(machine), *beside]
+    others = [*_process(machine, "trained" if is_trained else "frozen"), *beside]
     if uses_reference and not machine.is_gpu:
         weights = phases["logprobs"][0]
         kept = weights.num_bytes * BYTES[policy.precision] / _master_bytes(policy)
@@ -273,52 +285,58 @@ def predict_memory(
     uses_reference: bool = False,
     num_colocated: int = 0,
 ) -> list[Phase]:
-    """Every phase of a run that samples, with the memory of one device in it.
+    """Every phase of a run that samples, with the memory of one device in it, on CPUs of one process.
 
     Args:
         uses_reference: as for `predict_training`.
         num_colocated: further models that take turns on the training devices, asleep in these phases.
     """
-    generation = _engine(policy, model, machine)
-    colocated = policy.generation.colocated.enabled and not policy.generation.is_by_policy
+    by_policy = policy.generation.is_by_policy
+    engine = _engine(policy, model, machine)
     compute = BYTES[policy.precision]
     bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
     given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
     halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
     buffers = Part("transfer buffers", halves, "lower policy.refit_buffer_size_gb")
-    kept = [buffers] if machine.is_gpu and not policy.generation.is_by_policy else []  # from sync to sync
     drafts: list[Part] = []
     if policy.draft.enabled:
         own, of_engine = _draft(policy, model, training_sizes(policy, num_ranks))
-        drafts, generation = [own], [*generation, of_engine]
-    beside = [*asleep(machine, (1 if colocated else 0) + num_colocated), *kept, *drafts]
-    beside += generation if colocated and not machine.is_gpu else []
+        drafts, engine = [own], [*engine, of_engine]
+    colocated = policy.generation.colocated.enabled and not by_policy
+    kept = [buffers] if machine.is_gpu and not by_policy else []  # from sync to sync
+    where = "policy" if not machine.is_gpu else "" if colocated or by_policy else "training"
     phases = predict_training(
         policy,
         model,
         machine,
         num_ranks=num_ranks,
         uses_reference=uses_reference,
-        beside=beside,
-        device="" if colocated or policy.generation.is_by_policy else "training",
+        beside=[*asleep(machine, (1 if colocated else 0) + num_colocated), *kept, *drafts],
+        device=where,
     )
-    if policy.generation.is_by_policy:
+    if by_policy:
         return phases
     weights, optimizer = phases[0].parts[:2]
     gathered = Part("gathered tensor", model.largest_parameter * compute, "a model with a smaller vocabulary")
     refit = [*_process(machine), weights, *drafts, gathered, buffers]
-    # On a CPU everything stays where it is. On a GPU the optimizer waits on the host, and weights while others draw.
-    if not colocated:
-        held, resident = [optimizer], [buffers]
-    elif machine.is_gpu:
-        held, resident = generation[:1], [*asleep(machine, 1 + num_colocated), *kept]
-    else:
-        held, resident = [optimizer, *generation], [weights, optimizer, *drafts]
-    drawing = (*_process(machine), *generation, *resident)
+    if not machine.is_gpu:
+        return [
+            *phases,
+            Phase(name="weight sync", device=where, parts=(*refit, optimizer)),
+            Phase(name="generation", device="engine", parts=(*_process(machine, "engine"), *engine)),
+        ]
+    # The optimizer waits on the host, and weights while others draw.
+    held, resident = (
+        (engine[:1], [*asleep(machine, 1 + num_colocated), *kept]) if colocated else ([optimizer], [buffers])
+    )
     return [
         *phases,
-        Phase(name="weight sync", device=phases[0].device, parts=(*refit, *held)),
-        Phase(name="generation", device="" if colocated else "generation", parts=drawing),
+        Phase(name="weight sync", device=where, parts=(*refit, *held)),
+        Phase(
+            name="generation",
+            device="" if colocated else "generation",
+            parts=(*_process(machine), *engine, *resident),
+        ),
     ]
 
 
@@ -344,7 +362,7 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
 
 
 def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> list[Part]:
-    """Parts of an engine's device while it samples, the weights first."""
+    """Parts of an engine while it samples, the weights first: of its device, or on a CPU of its processes."""
     cfg = policy.generation.vllm_cfg
     one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
     held = model.parameters * one / cfg.engine_size
@@ -353,11 +371,35 @@ def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) ->
     if machine.is_gpu:
         memory = machine.memory if machine.memory is not None else 80e9
         cache, key = cfg.gpu_memory_utilization * memory - held, "gpu_memory_utilization"
-    return [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")]
+    parts = [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")]
+    return parts if machine.is_gpu else [*parts, *_of_cpu_engine(policy, model, weights.key)]
 
 
-def _process(machine: Machine) -> list[Part]:
-    return [Part("CUDA context", CONTEXT_BYTES, "nothing lowers it")] if machine.is_gpu else []
+def _of_cpu_engine(policy: RolloutPolicyConfig, model: ModelShape, key: str) -> list[Part]:
+    """What an engine on a CPU has beside weights and cache, as its heap keeps it.
+
+    Linear layers have their weights once as loaded and once packed for MKL, as has a head that is tied to the
+    embedding. A weight sync packs anew, and the memory of the packed layers before stays in the heap; so does that of
+    vLLM's first step, of as many tokens as there can be.
+    """
+    cfg = policy.generation.vllm_cfg
+    one = BYTES.get(cfg.dtype, 2) / cfg.engine_size
+    layers = model.num_layers * model.layer_parameters * one if cfg.dtype == "float32" else 0.0
+    head = model.vocab_size * model.hidden * one
+    a_token = (4 * model.hidden + model.queries + model.key_values + 3 * model.intermediate) * one
+    parts = [
+        Part("packed weights", layers + head, key),
+        Part("packed weights before", layers, key),
+        Part("first step", cfg.batched_tokens_on_cpu * a_token, "lower policy.generation.vllm_cfg.max_model_len"),
+    ]
+    held = model.parameters * one + sum(part.num_bytes for part in parts)
+    return [*parts, Part("slack of the heap", HEAP_SHARE * held, "nothing lowers it")]
+
+
+def _process(machine: Machine, kind: str = "trained") -> list[Part]:
+    if machine.is_gpu:
+        return [Part("CUDA context", CONTEXT_BYTES, "nothing lowers it")]
+    return [Part("libraries", LIBRARIES[kind], "nothing lowers it")]
 
 
 def asleep(machine: Machine, number: int) -> list[Part]:

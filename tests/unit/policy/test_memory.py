@@ -149,6 +149,38 @@ def test_pairs_take_two_sequences_and_a_reference_stays_on_the_host():
     assert parts["activations"] > 0 and "logit tiles" not in parts, "a reward model has no vocabulary"
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("grpo_math_cpu", ["policy", "engine"]),
+        ("ppo_math_cpu", ["policy", "engine", "value"]),
+        ("distillation_math_cpu", ["policy", "engine", "teacher"]),
+    ],
+)
+def test_on_cpus_each_kind_of_process_has_a_peak_and_all_are_added_up(name, kinds):
+    cfg = config(name=name)
+    lines = setup.memory_lines(cfg)
+    peaks = [line.split() for line in lines if line.startswith("  peak of ")]
+    assert [words[2] for words in peaks] == kinds
+    [together] = [line.split() for line in lines if line.startswith("  together ")]
+    gb = [float(words[3]) / (1000 if words[4].startswith("MB") else 1) for words in peaks]
+    assert float(together[1]) == pytest.approx(sum(gb) + 1.5, abs=0.2)
+
+
+def test_an_engine_on_a_cpu_keeps_packed_weights_beside_those_it_loaded():
+    cfg = config(name="grpo_math_cpu")
+    tied, untied = (
+        ModelShape.of(Qwen2Config(**SHAPE, intermediate_size=96, tie_word_embeddings=is_tied))
+        for is_tied in (True, False)
+    )
+    assert untied.parameters - tied.parameters == tied.vocab_size * 64
+    for model in (tied, untied):  # the input's embedding is not packed, and a tied head is
+        engine = sizes_of(predict_memory(cfg.policy, model, Machine(is_gpu=False), num_ranks=1)[-1])
+        norms = 64
+        assert engine["engine's weights"] == 4 * model.parameters
+        assert engine["packed weights"] == 4 * (tied.parameters - norms)
+
+
 def test_a_draft_is_counted_in_training_and_in_the_engine():
     engine = "+policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 3}"
     policy = config("+policy.draft.enabled=true", engine, name="grpo_math_cpu").policy
@@ -161,9 +193,8 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
         policy.generation.vllm_kwargs["speculative_config"]["method"] = method
         number = sum(p.numel() for p in draft.parameters())
         phases = predict_memory(policy, ModelShape.of(model), Machine(is_gpu=False), num_ranks=1)
-        for phase in phases[1], phases[-1]:
-            parts = sizes_of(phase)
-            assert parts["engine's draft"] == pytest.approx(4 * number, rel=0.02) and parts["draft"] > 16 * number
+        assert sizes_of(phases[-1])["engine's draft"] == pytest.approx(4 * number, rel=0.02)
+        assert sizes_of(phases[1])["draft"] > 16 * number
 
 
 @pytest.mark.slow
@@ -172,6 +203,20 @@ def test_a_process_takes_the_memory_that_was_predicted():
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400, env=environment)
     assert 0.85 <= float(done.stdout.split()[-1]) <= 1.15, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "distillation"])
+def test_every_kind_of_process_of_a_run_takes_the_memory_that_was_predicted(tmp_path: Path, name: str):
+    lengths = ["policy.max_total_sequence_length=18", "policy.generation.max_new_tokens=10"]
+    folders = [f"logger.log_dir={tmp_path}", "checkpointing.enabled=false"]
+    command = [sys.executable, "benchmarks/memory_of_runs.py", name, str(CONFIGS / f"{name}_math_cpu.yaml")]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command += [*lengths, *folders, f"{name}.max_num_steps=3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400, env=environment)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("policy", "generation", "teacher"))]
+    assert len(rows) == (3 if name == "distillation" else 2), done.stdout
+    assert all(0.85 <= float(row[-1]) <= 1.15 for row in rows), done.stdout
 
 
 TWO_STEPS = """

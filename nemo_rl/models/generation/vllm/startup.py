@@ -30,7 +30,6 @@ _DEEPSEEK_V3_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """The router that transformers computes for every DeepSeek-V3. vLLM looks for it in config.json, which lacks it."""
 
 _MAX_NUM_SEQS_CPU = 256
-_MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
 
 
 def join_nodes() -> dict[str, Any]:
@@ -138,7 +137,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_seqs": _MAX_NUM_SEQS_CPU,
-            "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
+            "max_num_batched_tokens": vllm_cfg.batched_tokens_on_cpu,
             "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
         }
     else:
