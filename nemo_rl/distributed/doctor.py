@@ -192,8 +192,9 @@ class DoctorWorker:
 
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
         """Findings of this machine. `gpus`: how many GPUs a run uses here."""
-        device = examine_gpus(gpus) if gpus else examine_processor(processor_flags())
-        machine = [examine_machine(), device, examine_versions()]
+        machine = [examine_machine(), examine_gpus(gpus), examine_versions()]
+        if gpus == 0:
+            machine.insert(1, examine_processor(processor_flags()))
         limits = [examine_shared_memory(), examine_open_files(), examine_ports(), examine_processes(process_limits())]
         return [*machine, *limits, *(examine_folder(Path(name)) for name in dict.fromkeys(folders)), examine_hub()]
 

@@ -133,7 +133,16 @@ def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240)
     lines = finished.stdout.splitlines()
-    for subject in ("machine", "GPUs", "versions", "/dev/shm", "open files", f"folder {tmp_path}", "Hugging Face hub"):
+    for subject in (
+        "machine",
+        "processor",
+        "GPUs",
+        "versions",
+        "/dev/shm",
+        "open files",
+        f"folder {tmp_path}",
+        "Hugging Face hub",
+    ):
         assert any(f"node 0 (127.0.0.1), {subject}: " in line for line in lines), finished.stdout + finished.stderr
     for subject in ("Ray", "clocks"):
         assert any(line.startswith((f"good   {subject}: ", f"remark {subject}: ")) for line in lines)
