@@ -237,12 +237,14 @@ def _pass(
 def _gathered(model: ModelShape, sizes: ParallelSizes, whole: float, machine: Machine, *, grad: bool) -> float:
     """Weights that FSDP gathers: the root for the whole pass, a layer and the next one; on a GPU all of a single rank.
 
-    On a CPU, layers that FSDP frees between the activations of training stay in the heap of the process.
+    On a CPU, the gathered bytes stay in the heap beside the weights that are copied out of them, and layers that FSDP
+    frees between the activations of training stay, too.
     """
     if (machine.is_gpu and sizes.dp_shard * sizes.context_parallel == 1) or (grad and not machine.is_gpu):
         return whole
     layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
-    return model.root_parameters / sizes.tensor_parallel + model.tower_parameters + 2 * layer
+    root = model.root_parameters / sizes.tensor_parallel
+    return root * (1 if machine.is_gpu else 2) + model.tower_parameters + 2 * layer
 
 
 def predict_training(
