@@ -36,7 +36,7 @@ BRIEF = (
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
     path = tmp_path / "questions.jsonl"
-    rows = [{"problem": question, "expected_answer": answer} for question, answer in QUESTIONS.items()]
+    rows = [{"input": question, "output": answer} for question, answer in QUESTIONS.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -54,7 +54,7 @@ def talks(tmp_path: Path) -> Path:
 
 def grpo(model: Path, questions: Path) -> tuple[str, ...]:
     """A run of 4 x 4 answers a step on that model."""
-    data = f"{{dataset_name: ResponseDataset, data_path: {questions}}}"
+    data = f"{{dataset_name: ResponseDataset, split: null, data_path: {questions}}}"
     named = (f"policy.model_name={model}", f"data.train={data}", f"data.validation={data}")
     return (*SMALL, *named, *WHOLE, *BRIEF, "policy.optimizer.kwargs.lr=1e-5")
 
@@ -71,7 +71,7 @@ def prompt_of(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
 
 
 def test_greedy_answers_are_those_of_transformers(smollm2, questions, tmp_path):
-    data = f"data={{dataset_name: ResponseDataset, data_path: {questions}, env_name: math}}"
+    data = f"data={{dataset_name: ResponseDataset, split: null, data_path: {questions}, env_name: math}}"
     greedy = ("generation.temperature=0.0", "eval.num_tests_per_prompt=1", "eval.k_value=1")
     sizes = (f"generation.max_new_tokens={NUM_TOKENS}", "generation.vllm_cfg.max_model_len=160")
     model = f"generation.model_name={smollm2}"
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_to_the_bit_and_two_engines_draw_the_same_samples(s
 @pytest.mark.parametrize("adapters", ["false", "true"])
 def test_a_saved_model_has_the_validation_loss_of_its_run(smollm2, talks, tmp_path, adapters):
     """Merged adapters too: the run has them apart."""
-    data = f"{{dataset_name: ResponseDataset, data_path: {talks}}}"
+    data = f"{{dataset_name: ResponseDataset, split: null, data_path: {talks}}}"
     overrides = (
         f"policy.model_name={smollm2}",
         f"policy.dtensor_cfg.lora_cfg={{enabled: {adapters}, dim: 8, alpha: 16}}",
