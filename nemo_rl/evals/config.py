@@ -10,6 +10,7 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
 from nemo_rl.environments.config import (
+    CodeEnvironmentConfig,
     EnvSection,
     MathEnvironmentConfig,
     check_sections,
@@ -161,7 +162,8 @@ class EvalDatasetConfig(StrictModel):
     """Registry name or import path of the function that turns a row into a prompt; null: the dataset's own."""
 
     env_name: str | None = None
-    """Section of `env` that judges the answers; null: the first math environment whose `verifier_type` is right."""
+    """Section of `env` that judges the answers; null: the first math environment whose `verifier_type` is right, or
+    for programs the first code environment."""
 
     rules: ClassVar = {
         f"{key} and has_own_columns": (
@@ -271,10 +273,11 @@ class EvalMasterConfig(StrictModel):
             yield f"{key}.env_name", f"no section env.{dataset.env_name}; {did_you_mean(dataset.env_name, self.env)}"
         elif name is None:
             kind = answer_kind(dataset.dataset_name)
+            section = "code={type: code}" if kind == "code" else f"{kind}={{type: math, verifier_type: {kind}}}"
             yield (
                 f"{key}.env_name",
-                f"no math environment judges the answers of {dataset.dataset_name}: add a section to env, for "
-                f"instance '+env.{kind}={{type: math, verifier_type: {kind}}}', or name one with {key}.env_name",
+                f"no environment judges the answers of {dataset.dataset_name}: add a section to env, for instance "
+                f"'+env.{section}', or name one with {key}.env_name",
             )
         elif self.eval.metric == "cons@k" and self.env[name].type in WITHOUT_ANSWERS:
             yield (
@@ -297,13 +300,16 @@ class EvalMasterConfig(StrictModel):
         """The section of `env` that judges a dataset; None when there is none."""
         if dataset.env_name is not None:
             return dataset.env_name if dataset.env_name in self.env else None
-        kind, math = answer_kind(dataset.dataset_name), MathEnvironmentConfig
+        kind = answer_kind(dataset.dataset_name)
+        if kind == "code":
+            return next((name for name, env in self.env.items() if isinstance(env, CodeEnvironmentConfig)), None)
+        math = MathEnvironmentConfig
         return next((n for n, env in self.env.items() if isinstance(env, math) and env.verifier_type == kind), None)
 
     def processor_of(self, dataset: EvalDatasetConfig) -> str:
         """The processor of a dataset: `processor`, or else the dataset's own."""
-        is_math = answer_kind(dataset.dataset_name) == "math"
-        return dataset.processor or ("math_hf_data_processor" if is_math else "multichoice_qa_processor")
+        of_kind = {"math": "math_hf_data_processor", "code": "code_data_processor"}
+        return dataset.processor or of_kind.get(answer_kind(dataset.dataset_name), "multichoice_qa_processor")
 
 
 def describe_evaluation(cfg: EvalMasterConfig) -> str:

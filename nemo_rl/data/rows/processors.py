@@ -199,6 +199,7 @@ def retrieval_data_processor(row: Row, idx: int) -> PromptParts:
 def code_data_processor(row: Row, idx: int) -> PromptParts:
     """The problem; metadata {"tests"} of the row or, without tests, {"ground_truth": the expected output}.
 
+    A row with `completes`, {"head": source, "function": its name}, asks for that function; this is metadata, too.
     Raises ValueError if the row has neither tests nor an expected answer.
     """
     has_tests = row.get("tests") is not None
@@ -207,6 +208,8 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
             f"code_data_processor: row {idx} has neither 'tests' nor 'expected_answer'; it has {', '.join(row)}"
         )
     metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": _text(row, "expected_answer")}
+    if row.get("completes") is not None:
+        metadata["completes"] = row["completes"]
     return PromptParts(_asked(row), metadata, row.get("stop_strings"))
 
 

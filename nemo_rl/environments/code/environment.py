@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl.environments.code.blocks import find_blocks, find_program
+from nemo_rl.environments.code.blocks import complete_function, find_blocks, find_program
 from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import CodeEnvironmentConfig, CodeJaccardEnvironmentConfig
@@ -51,6 +51,7 @@ class CodeMetadata(TypedDict):
         list[Any]
     ]  # {"input": stdin, "output": expected stdout}, texts or lists of lines, or source with assertions
     ground_truth: NotRequired[str]  # expected stdout of the program without input
+    completes: NotRequired[dict[str, str]]  # {"head", "function"}: the turn completes a function; `complete_function`
     best_score: NotRequired[float]
 
 
@@ -80,7 +81,11 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
     ) -> EnvironmentReturn[CodeMetadata]:
         """Evaluate the last turns, all programs in parallel. ValueError for a row without tests, or an invalid test."""
         tests = [read_tests(known) for known in metadata]
-        programs = [find_program(str(log[-1]["content"])) for log in message_log_batch]
+        turns = [str(log[-1]["content"]) for log in message_log_batch]
+        programs = [
+            complete_function(turn, **known["completes"]) if "completes" in known else find_program(turn)
+            for turn, known in zip(turns, metadata, strict=True)
+        ]
         jobs = [
             Program(cells=[source], stdin=test.stdin, check=test.check)
             for source, of_row in zip(programs, tests, strict=True)

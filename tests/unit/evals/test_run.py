@@ -66,7 +66,8 @@ data.dataset_name=gsm8k & data.solution_key=a -> data.solution_key ... gsm8k has
 data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.repeat=2
     -> data.repeat ... counts for dataset_name alone
 data.env_name=mth -> data.env_name ... no section env.mth; did you mean math?
-data.dataset_name=mmlu & ~env.multichoice -> no math environment judges the answers of mmlu: add
+data.dataset_name=HumanEval -> no environment judges the answers of HumanEval: ... '+env.code={type: code}'
+data.dataset_name=mmlu & ~env.multichoice -> no environment judges the answers of mmlu: add
 data.max_input_seq_length=99 -> more than generation.vllm_cfg.max_model_len=48
 +generation.vllm_cfg.env_vars.OMP_NUM_THREADS='4' -> the library decides it on CPUs
 generation.vllm_cfg.tensor_parallel_size=2 -> engines of 2 do not fill nodes of 1 CPU workers
