@@ -562,6 +562,8 @@ class McpEnvironmentConfig(ActorsConfig):
         if isinstance(inner, Actors):  # it runs in the actors of this section
             if own_python(inner) not in (None, self.py_executable):
                 yield "environment.py_executable", "has no effect here; set it in the section of type mcp itself"
+            if inner.raw_text:
+                yield "environment.raw_text", "has no effect here; set it in the section of type mcp itself"
             if inner.num_actors not in (1, self.num_actors):
                 yield "environment.num_actors", "has no effect here; set it in the section of type mcp itself"
 
@@ -683,6 +685,11 @@ def own_python(config: Any) -> PyExecutable | None:
     return config.py_executable if isinstance(config, Actors) else None
 
 
+def raw_text(config: Any) -> bool:
+    """`raw_text` of a section; false for one that has no such key."""
+    return isinstance(config, Actors) and config.raw_text
+
+
 NO_PARTS = {
     CompositeEnvironmentConfig: "is a composite itself; write its reward_functions here",
     AgentEnvironmentConfig: "has agents, which play episodes; name this section in its key environment",
@@ -699,6 +706,8 @@ def _part_problems(
             yield key, f"no section env.{part.env}; there are: {', '.join(env)}"
         elif part.env is not None and type(env[part.env]) in NO_PARTS:
             yield key, f"env.{part.env} {NO_PARTS[type(env[part.env])]}"
+        elif part.env is not None and raw_text(env[part.env]):
+            yield key, f"env.{part.env}.raw_text has no effect in a part; set env.{name}.raw_text"
         elif part.env is not None and own_python(env[part.env]) not in (None, config.py_executable):
             remedy = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
             yield key, f"env.{part.env} has another py_executable than the composite; {remedy}"

@@ -67,8 +67,9 @@ class EnvironmentInterface[MetadataT](ABC):
     ) -> EnvironmentReturn[MetadataT]:
         """Answer the last turn of each conversation.
 
-        Messages hold `role` and `content`. The turns that the policy wrote in this episode also have `"sampled": True`:
-        a prompt may have turns of an assistant, too.
+        Messages hold `role` and `content`, a text: those of the prompt without what the chat template adds, unless the
+        section has `raw_text`. The turns that the policy wrote in this episode also have `"sampled": True`: a prompt
+        may have turns of an assistant, too.
 
         An exception fails the conversations of the batch: they get no reward, and are counted. With `may_repeat_step`
         the batch is tried again one conversation at a time, so that only those fail that raise by themselves.

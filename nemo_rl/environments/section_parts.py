@@ -43,6 +43,10 @@ class Actors(BaseModel):
     """The Python of the actors, which alone import the environment: packages to add (a list, or a file of
     requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's."""
 
+    raw_text: bool = False
+    """The contract of NeMo RL: prompts as the chat template renders them, and observations that join the tokens without
+    it. false: messages without what the template adds, and observations through the template."""
+
 
 class ActorsConfig(Actors, StrictModel):
     """Base of the sections of environments of the library that may run as several actors."""

@@ -41,7 +41,8 @@ EnvStepFn = Callable[[list[Message], Any], Awaitable[EnvironmentStep]]
 class RenderFn(Protocol):
     """Renders the observation between two sampled turns. `num_images`: of the episode so far.
 
-    The tokens also end the sampled turn if it does not end itself, as after a stop string.
+    The tokens also end the sampled turn if it does not end itself, as after a stop string; but for an environment with
+    `raw_text` they are the observation alone.
     """
 
     async def __call__(
@@ -136,6 +137,7 @@ async def run_episode(
     sampling: SamplingParams,
     limits: EpisodeLimits,
     seed_of_turn: Callable[[int], int],
+    raw_text: bool = False,
 ) -> Sample:
     """Play one episode to its end. Exceptions of `generate`, `env_step` and `render` propagate to the caller.
 
@@ -146,12 +148,10 @@ async def run_episode(
     The environment's latest `next_stop_strings` take precedence over the `stop_strings` of the datum, and these over
     `sampling`. An empty list means no stop strings; None changes nothing. The sample's answer and
     metrics are the environment's of the last turn.
+
+    Messages of the prompt are plain: without what the chat template adds. `raw_text`: they are as it renders them.
     """
-    transcript = _Transcript(
-        prompt_tokens(datum["message_log"]),
-        [{"role": message["role"], "content": message["content"]} for message in datum["message_log"]],
-        images=list(datum.get("images", ())),
-    )
+    transcript = _beginning(datum, raw_text)
     num_prompt_tokens = len(transcript.token_ids)
     sampling = _with_stop_strings(sampling, datum.get("stop_strings"))
     metadata, turns, status = datum["extra_env_info"], list[TurnMeta](), SampleStatus.TRUNCATED
@@ -225,6 +225,14 @@ async def run_episode(
         ),
         metrics,
     )
+
+
+def _beginning(datum: DatumSpec, raw_text: bool) -> _Transcript:
+    """The prompt. A processor of one's own may give the rendered text of its messages alone."""
+    log = datum["message_log"]
+    texts = [message["content"] if raw_text else message.get("plain", message["content"]) for message in log]
+    messages: list[Message] = [{"role": said["role"], "content": text} for said, text in zip(log, texts, strict=True)]
+    return _Transcript(prompt_tokens(log), messages, images=list(datum.get("images", ())))
 
 
 def ends_in_loop(token_ids: Sequence[int]) -> bool:

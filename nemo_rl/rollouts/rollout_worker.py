@@ -7,7 +7,7 @@ each, and hands the finished group to `GroupKeeper`. The controller's side is `c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -116,6 +116,7 @@ class RolloutWorkerSettings:
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
     run_seed: int
+    raw_text: Collection[str] = ()  # tasks whose environments have the contract of NeMo RL; see `run_episode`
     # A row of the dataset, with open images in the place of their sources; ValueError for one that cannot be read.
     open_images: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]] | None = None  # None: a model of text
     connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict  # by task name; called inside the worker
@@ -231,12 +232,14 @@ class RolloutWorker:
                 }
                 if prompt.task_name in self.agents:
                     return await self.agents[prompt.task_name].play(prompt, datum, **common)
+                raw_text = prompt.task_name in self.settings.raw_text
                 return await run_episode(
                     datum,
                     env_step=partial(self.environments[prompt.task_name].step, sample_id=sample_id),
                     decode=self.settings.decode,
-                    render=partial(self._render, sample_id, images),
+                    render=partial(self._render, sample_id, images, raw_text=raw_text),
                     limits=limits,
+                    raw_text=raw_text,
                     **common,
                 )
         except (EnvironmentFailure, RequestFailed) as error:

@@ -14,6 +14,7 @@ from nemo_rl.algorithms.parts.model import Model, image_reader
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, prompt_loader
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
+from nemo_rl.environments.config import raw_text
 from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class Prompts:
         )
         images = image_reader(model.processor_path, config.data.max_images)
         process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
-        if rollout.max_rollout_turns > 1:
+        uses_template = not all(raw_text(config.env[name]) for name in data.task_to_env.values())
+        if rollout.max_rollout_turns > 1 and uses_template:
             check_turns(model.tokenizer)
         validation = data.validation if rollout.validates else None
         longest = config.policy.key("max_total_sequence_length")

@@ -15,7 +15,7 @@ from nemo_rl.data.chat.images import open_images
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.environments.client import EnvironmentPool
-from nemo_rl.environments.config import AgentEnvironmentConfig, AnyEnvironmentConfig
+from nemo_rl.environments.config import AgentEnvironmentConfig, AnyEnvironmentConfig, raw_text
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import AgentEnvironment, RolloutWorkerSettings
@@ -65,6 +65,7 @@ def worker_settings(
         connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
         limits=limits,
         run_seed=seed,
+        raw_text=frozenset(task for task, name in task_to_env.items() if name in environments and raw_text(env[name])),
         engine_timeout_s=worker_timeout_s / 2,
         connect_agents=connect_agents,
     )

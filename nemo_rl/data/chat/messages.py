@@ -33,7 +33,7 @@ def get_formatted_message_log(
 ) -> LLMMessageLogType:
     """The messages, each with its rendered text as `content`, its `token_ids` int64 [n], and its `loss_spans`.
 
-    `unrendered` is the content before the chat template, in the prompt template of the task.
+    `unrendered` is the content before the chat template, in the prompt template of the task; `plain` is its text.
 
     The system prompt of the task goes first unless the log begins with one; the prompt template of the task is filled
     with the first user message. `add_bos_token` and `add_eos_token` add the token if the template does not. Some
@@ -82,7 +82,9 @@ def get_formatted_message_log(
             for a, b in answers
         ]
         text = shown.text[shown.begins[number] : [*shown.begins, None][number + 1]]
-        texts = {"content": restore(text, tokenizer), "unrendered": message.get("content")}
+        given = message.get("content")
+        plain = "" if given is None else as_text(given)
+        texts = {"content": restore(text, tokenizer), "unrendered": given, "plain": plain}
         formatted.append({**message, **texts, "token_ids": all_ids[first:last], "loss_spans": spans})
         if own := [replace(span, start=span.start - first) for span in placed if first <= span.start < last]:
             formatted[-1]["images"] = own
@@ -141,7 +143,8 @@ class ObservationRenderer:
 
     These are what the chat template writes from the end of the assistant's content to the next answer: the end-of-turn
     token (unless the model has sampled it), the observation, and the header of the answer. A role that the template
-    refuses or omits (many do not know "environment") is rendered as a user message.
+    refuses or omits (many do not know "environment") is rendered as a user message. With `raw_text` these are the
+    tokens of the observation alone.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -154,6 +157,7 @@ class ObservationRenderer:
         *,
         sampled: Sequence[int],
         num_images: int = 0,
+        raw_text: bool = False,
         pixels: dict[str, Pixels] | None = None,
     ) -> RenderedObservation:
         """`sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one.
@@ -163,11 +167,13 @@ class ObservationRenderer:
         that cannot be read, one image too many, or an image for a model of text.
         """
         content = self._read(observation["content"], num_images, {} if pixels is None else pixels)
-        tail, images, places = self._text({**observation, "content": content}), image_parts(content), []
+        tail = as_text(content) if raw_text else self._text({**observation, "content": content})
+        images, places = image_parts(content), []
         if images:
             chat, places = expand(Chat(text=tail, begins=[], answers=[]), images)
             tail = chat.text
-        token_ids, starts = tokens_after_turn(tail, self.tokenizer, int(sampled[-1]) if len(sampled) else None)
+        last = int(sampled[-1]) if len(sampled) and not raw_text else None
+        token_ids, starts = tokens_after_turn(tail, self.tokenizer, last)
         return RenderedObservation(token_ids, spans_of_images(images, places, starts), as_text(content))
 
     def _read(self, content: Any, num_before: int, pixels: dict[str, Pixels]) -> Any:

@@ -28,7 +28,7 @@ from nemo_rl.utils.tokenizer import strftime_now, takes_control_tokens
 Spans = list[tuple[int, int]]
 Messages = Sequence[Mapping[str, Any]]
 
-OWN_KEYS = ("token_ids", "token_loss_mask", "generation_logprobs", "loss_spans", "unrendered")
+OWN_KEYS = ("token_ids", "token_loss_mask", "generation_logprobs", "loss_spans", "unrendered", "plain")
 """Keys of messages for this library."""
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MAX_LAYOUTS = 512

@@ -89,6 +89,7 @@ class AgentEnvironmentConfig(ActorsConfig):
         "paths requires command": "are of commands; leave them out",
         "env_vars requires command": "are of commands; leave them out",
         "memory_mib requires command": "limits commands; leave it out",
+        "raw_text": "no effect: sessions of agents render messages themselves; leave it out",
         "kwargs requires run": "are arguments of run; a command has env_vars, and a service has the row",
         "credit: credit=discounted and roles": "roles have rewards of their own; set shared or branch",
         "discount: discount != 1 requires credit=discounted": "no effect with {credit}; set credit=discounted",

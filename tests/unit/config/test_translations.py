@@ -265,6 +265,17 @@ def test_a_sliding_puzzle_has_its_boards() -> None:
     assert [rows.dataset_name for rows in config.data.train] == ["my:puzzle"]
 
 
+def test_an_environment_of_somebody_else_is_told_which_messages_it_gets(caplog: pytest.LogCaptureFixture) -> None:
+    own: dict[str, Any] = {
+        "env": {"game": {"type": "games:Maze", "size": 3}, "raw": {"type": "g.Chess", "raw_text": True}}
+    }
+    for tree, is_told in ((merged(MINIMAL, own), False), (merged(MINIMAL, THEIRS, own), True)):
+        caplog.clear()
+        assert build_config(GRPOMasterConfig, tree).env["raw"].raw_text
+        assert ("env.game: gets messages without what the chat template adds" in caplog.text) == is_told
+        assert ("raw_text: true" in caplog.text) == is_told and "env.raw" not in caplog.text
+
+
 def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptureFixture) -> None:
     rewards = [{"name": name, "weight": 0.25} for name in ("format", "exact_alnum", "math_expr", "bbox_giou")]
     rewards[-1]["kwargs"] = {"giou_penalty_thres": 0.5}

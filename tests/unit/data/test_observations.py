@@ -51,6 +51,15 @@ def test_a_tool_speaks_as_a_tool_where_the_template_knows_tools():
     assert "<|im_start|>tool\n42 " in shown["chatml"] and "[user]42 " in shown["only_users"]
 
 
+def test_raw_text_joins_the_tokens_as_it_is():
+    """As NeMo RL appends observations: the environment writes the end of the turn and the next header, if it wants."""
+    tokenizer = tokenizer_with(ALL["chatml"])
+    said = {"role": "environment", "content": "<|im_end|>\n<|im_start|>user\n 42<|im_end|>\n<|im_start|>assistant\n"}
+    for text in (said["content"], " 42 "):
+        shown = ObservationRenderer(tokenizer)({**said, "content": text}, sampled=[7], raw_text=True)
+        assert shown.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"] and shown.text == text
+
+
 @pytest.mark.parametrize(("name", "what"), [("forgetful", "the thoughts of earlier turns"), ("thinking", "")])
 def test_a_template_that_rewrites_earlier_turns_is_told_of_in_runs_of_several_turns(name, what, caplog):
     check_turns(tokenizer_with(TEMPLATES[name]))

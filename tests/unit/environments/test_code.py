@@ -141,7 +141,7 @@ WRITTEN = {
     "body and the beginning of more": "    return x + 1\n\n\ndef g():\n    return 2\n\nprint(f(2)",
     "body in a block": "Sure:\n```python\n    for i in range(1):\n        x += 1\n    return x\n```\nDone",
     "whole in a block": "Sure:\n```python\ndef f(x):\n    return math.floor(x) + 1\nprint(f(1))\n```\nDone",
-    "whole between text": "Here it is:\n\ndef f(x):\n    return x + 1\n\nIt adds one.\nDone",
+    "whole between text": "Here it is,\nfrom your words:\n\ndef f(x):\n    return x + 1\n\nIt adds one.\nDone",
     "whole with more": "from math import pi\n\ndef g(y):\n    return y\n\ndef f(x):\n    return g(x) + 1\n\nf(input())",
     "whole that a limit cut": "```python\ndef f(x):\n    if x:\n        return x + 1\n    return x +",
     "last of two": "```python\ndef f(x):\n    return 7\n```\nNo:\n```python\ndef f(x):\n    return x + 1\n```",

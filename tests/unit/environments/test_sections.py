@@ -20,6 +20,9 @@ llm_judge: {model_name: n, num_votes: 3} -> greedy
 llm_judge: {model_name: n, prompt_file: nowhere.txt} -> there is no file
 agent: {run: 'm:f', command: [x]} -> one of run, command and url, not run and command
 agent: {command: [x], kwargs: {a: 1}} -> kwargs: are arguments of run
+agent: {run: 'm:f', raw_text: true} -> raw_text: no effect: sessions of agents render messages themselves
+mcp: {servers: {a: {command: x}}, environment: {type: retrieval, dataset_name: c.csv, raw_text: true}}
+    -> environment.raw_text: has no effect here; set it in the section of type mcp itself
 agent: {command: [x], isolate: false, network: false} -> set isolate: true
 agent: {run: 'm:f', network: false} -> network: is kept from commands alone
 agent: {run: 'm:f', roles: {a b: null}} -> 'a b' is no name of a role
@@ -51,6 +54,14 @@ def test_a_section_that_contradicts_itself_is_refused(section: str, message: str
         kind, keys = "composite", {"reward_functions": [keys]}
     with pytest.raises(ValueError, match=pattern(message)):
         OURS[kind](**keys)
+
+
+def test_a_part_of_a_composite_has_no_messages_of_its_own():
+    parts: Any = {"reward_functions": [{"name": "a", "env": "part"}]}
+    part = OURS["retrieval"](dataset_name="c.csv", raw_text=True)
+    env: Any = {"both": OURS["composite"](**parts), "part": part}
+    [(key, message)] = check_sections(env, 1e9)
+    assert key == "env.both.reward_functions.0.env" and "set env.both.raw_text" in message
 
 
 def test_two_sections_cannot_listen_on_one_port():

@@ -2,12 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.data.chat.messages import ObservationRenderer
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.rows.processors import conversation_processor
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.rollouts.episode import EpisodeLimits, ends_in_loop, run_episode
 from nemo_rl.types import Completion, EnvironmentStep, RenderedObservation, SampleStatus, SamplingParams, StopReason
 from tests.conversations import user
@@ -161,3 +166,38 @@ def test_experts_are_those_of_the_turn_that_computed_the_token_first():
         experts = sample.routed_experts
         assert experts is not None and sample.meta.routed_experts_bytes == experts.nbytes
         assert experts[:, 0].tolist() == [[turn, token] for token, turn in enumerate(turn_of_token)]
+
+
+def test_environments_get_plain_messages_or_with_raw_text_the_contract_of_nemo_rl():
+    tokenizer = build_tiny_tokenizer()
+    row = {"messages": [user("1+1"), {"role": "assistant", "content": "2"}, user("2+2")]}
+    datum = conversation_processor(row, TaskDataSpec("t"), tokenizer, None, 0)
+    render = ObservationRenderer(tokenizer)
+
+    async def rendered(observation: dict[str, Any], *, raw_text: bool, **how: Any) -> RenderedObservation:
+        return render(observation, raw_text=raw_text, **how)
+
+    seen, samples = {}, {}
+    for raw_text in (False, True):
+        env = FakeEnvironment((0.0, {"observation": {"role": "user", "content": "no"}}), (1.0, {}))
+        episode = run_episode(
+            datum, sample_id="g/0", generate=FakeEngine([[5], [6]]), env_step=env,
+            render=partial(rendered, raw_text=raw_text),
+            seed_of_turn=lambda turn: turn, decode=tokenizer.decode, sampling=SamplingParams(max_new_tokens=9),
+            limits=EpisodeLimits(max_turns=2, max_total_tokens=99), raw_text=raw_text,
+        )  # fmt: skip
+        samples[raw_text], seen[raw_text] = asyncio.run(episode), env.seen[1][0]
+        assert samples[raw_text].messages == seen[raw_text], "records, report and show_rollouts show the same"
+    said = [message["content"] for message in seen[False]]
+    assert said == ["1+1", "2", "2+2", tokenizer.decode([5]), "no", tokenizer.decode([6])]
+    prompt = "<|user|>1+1<eos><|assistant|>2<eos><|user|>2+2<eos><|assistant|>"
+    assert "".join(message["content"] for message in seen[True][:3]) == prompt
+    texts = {raw: tokenizer.decode(sample.token_ids.tolist()) for raw, sample in samples.items()}
+    first, second = tokenizer.decode([5]), tokenizer.decode([6])
+    assert texts[True] == f"{prompt}{first}no{second}"
+    assert texts[False] == f"{prompt}{first}<eos><|user|>no<eos><|assistant|>{second}"
+
+
+def test_a_processor_of_ones_own_may_give_the_rendered_text_alone():
+    sample = play(FakeEngine([[10]]), FakeEnvironment((1.0, {})))
+    assert [message["content"] for message in sample.messages] == ["s", "u", "10"]

@@ -163,7 +163,7 @@ async def test_images_of_observations_reach_the_group_and_a_bad_one_fails_its_sa
     """The second turn of each sample shows an image; of the third sample it cannot be read."""
     span, shown = ImageSpan(digest="d", start=1, length=2), []
 
-    def render(observation: Any, *, sampled: Any, num_images: int, pixels: dict[str, Any]) -> RenderedObservation:
+    def render(observation: Any, *, num_images: int, pixels: dict[str, Any], **_: Any) -> RenderedObservation:
         shown.append(num_images)
         if len(shown) == 3:
             raise ValueError("no image that Pillow can decode")
