@@ -56,7 +56,7 @@ def grpo(model: Path, questions: Path) -> tuple[str, ...]:
     """A run of 4 x 4 answers a step on that model."""
     data = f"{{dataset_name: ResponseDataset, split: null, data_path: {questions}}}"
     named = (f"policy.model_name={model}", f"data.train={data}", f"data.validation={data}")
-    return (*SMALL, *named, *WHOLE, *BRIEF, "policy.optimizer.kwargs.lr=1e-5")
+    return (*SMALL, *named, *WHOLE, *BRIEF, "policy.optimizer.kwargs.lr=1e-5", "grpo.max_num_epochs=4")
 
 
 def in_transformers(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
