@@ -78,7 +78,9 @@ def our_steps(folder: Path, kinds: list[str]) -> dict[str, list[float]]:
     """Losses and norms of `NUM_STEPS` steps of each kind, one kind after the other."""
     optimizer = {"name": "torch.optim.AdamW", "kwargs": {"lr": LR, "weight_decay": 0.0}}
     config = policy_config(model_name=str(folder), optimizer=optimizer, logprob_chunk_size=64, **PACKED)
-    worker = make_worker(folder, config, sampling=SamplingParams(max_new_tokens=1))
+    has_reference = kinds != ["sft"]
+    sampling = SamplingParams(max_new_tokens=1)
+    worker = make_worker(folder, config, sampling=sampling, init_reference_model=has_reference)
     whole, vocabulary = Logprobs(filtered=False), load_config(str(folder), {}).vocab_size
     preference = DPOLossConfig(reference_policy_kl_penalty=BETA, sft_average_log_probs=False)
     reverse = DistillationLossConfig(kl_type="reverse", zero_outside_topk=False)
@@ -183,15 +185,23 @@ def torch_reward_steps(folder: Path, head: Tensor) -> list[float]:
     return loop.steps(loss_of)
 
 
-def test_sft_dpo_and_distillation_step_as_plain_torch_does(smollm2: Path) -> None:
-    """One after the other, so that the second and the third begin at weights that have moved."""
-    kinds = ["sft", "dpo", "distillation"]
+WHOLE = ["sft", "dpo", "distillation"]
+LONG = "a step of 135M parameters takes seconds, and the model is made once in a cache"
+
+
+@pytest.mark.over_20s(LONG)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kinds", [["sft"], pytest.param(WHOLE, marks=pytest.mark.slow)], ids="+".join)
+def test_steps_are_those_of_plain_torch(smollm2: Path, kinds: list[str]) -> None:
+    """One kind after the other, so that the second and the third begin at weights that have moved."""
     ours = run_world(lambda *_: our_steps(smollm2, kinds), 1, timeout=600)[0]
     theirs = torch_steps(smollm2, kinds)
     for kind in kinds:
         assert ours[kind] == pytest.approx(theirs[kind], rel=FIVE_DIGITS), kind
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_reward_model_steps_as_plain_torch_does(smollm2: Path) -> None:
     head, ours = run_world(lambda *_: our_reward_steps(smollm2), 1, timeout=600)[0]
     assert ours == pytest.approx(torch_reward_steps(smollm2, head), rel=FIVE_DIGITS)
