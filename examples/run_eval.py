@@ -23,7 +23,7 @@ def main() -> int:
         EvalMasterConfig,
         description="Evaluation: sample answers to problems, score them, report how many are right.",
         default_config=str(CONFIGS / "eval.yaml"),
-        placement="nemo_rl.evals.config:describe_evaluation",
+        placement="nemo_rl.algorithms.parts.placement:describe_evaluation",
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is known good

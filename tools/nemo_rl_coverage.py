@@ -2,8 +2,9 @@
 
 Every YAML file below the folder is loaded as a run would load it. It loads, with so many remarks; or it is refused for
 features that this library lacks, which the error names; or it is unclear: any other error. Of files that load, what
-they name and a run would not find is listed too: files of prompts and rows, and datasets. With `--convert` each of them
-is also written in today's form, as `tools/config_cli.py convert` does, and the result is loaded again.
+would stop their runs is listed too, as `--dry-run` says it: files, datasets and import paths that do not exist. With
+`--convert` each of them is also written in today's form, as `tools/config_cli.py convert` does, and the result is
+loaded again.
 
 Exits with 0 if nothing is unclear, else with 1. A file without a section of an algorithm is a part of others.
 """
@@ -15,21 +16,17 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from config_cli import MODELS, convert
-from pydantic import BaseModel
 
-from nemo_rl.config.errors import ConfigError, dotted
+from nemo_rl.algorithms.parts.inputs import Inputs
+from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
-from nemo_rl.config.sources import load_tree, walk
-from nemo_rl.data.datasets.hub import EVAL_DATASETS
-from nemo_rl.data.datasets.registry import known_datasets
+from nemo_rl.config.sources import load_tree
 from nemo_rl.utils.registry import import_object
 
-FILES = ("prompt_file", "system_prompt_file", "tools_file", "data_path")
 LACKING = re.compile(r"not supported yet: .* \(([^()]+)\)$")
 
 
@@ -72,22 +69,7 @@ def outcome_of(path: Path, remarks: Remarks, *, converts: bool) -> Outcome | Non
         )
     except AssertionError as error:  # of `convert`
         return Outcome(unclear=[f"{path}: {error}"])
-    return Outcome(stops=[f"{path}: {text}" for text in missing(config)], has_remarks=has_remarks)
-
-
-def missing(config: BaseModel) -> Iterator[str]:
-    """What `config` names and a run would not find, as `key=value`; names on a hub are not looked up."""
-    for path, value in walk(config.model_dump()):
-        key = path[-1] if path else ""
-        if not isinstance(value, str) or path[0] not in ("data", "env", "policy", "tokenizer"):
-            continue
-        is_hub_name = key == "data_path" and "/" in value and not Path(value).suffix
-        is_file = key in FILES or (key == "chat_template" and value.endswith(".jinja"))
-        is_lost = is_file and not is_hub_name and not Path(value).exists()
-        if key == "dataset_name" and value not in known_datasets() and value not in EVAL_DATASETS:
-            is_lost = not (re.search(r"[/:]", value) or Path(value).exists())
-        if is_lost:
-            yield f"{dotted(path)}={value}"
+    return Outcome(stops=[f"{path}: {problem}" for problem in Inputs.of(config).problems], has_remarks=has_remarks)
 
 
 def main(argv: list[str]) -> int:

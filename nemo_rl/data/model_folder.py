@@ -53,9 +53,14 @@ def resolve_model(name: str) -> str:
         return resolve_tiny_model(name)
     if is_gguf(name):
         return resolve_gguf(Path(name).expanduser())
-    if not name.startswith((".", "/", "~")) and name.count("/") < 2 and not Path(name).exists():
+    if is_hub_name(name) and not Path(name).exists():
         require_hub(name)
     return name
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a hub may have this name: `model` or `owner/model`. A folder may have it, too."""
+    return not name.startswith((".", "/", "~")) and name.count("/") < 2
 
 
 def unmade_config(name: str) -> PretrainedConfig | None:

@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from nemo_rl.algorithms.parts.hardware import slow_precision
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
@@ -310,23 +309,3 @@ class EvalMasterConfig(StrictModel):
         """The processor of a dataset: `processor`, or else the dataset's own."""
         of_kind = {"math": "math_hf_data_processor", "code": "code_data_processor"}
         return dataset.processor or of_kind.get(answer_kind(dataset.dataset_name), "multichoice_qa_processor")
-
-
-def describe_evaluation(cfg: EvalMasterConfig) -> str:
-    """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
-    cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
-    metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
-    greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
-    lines = [f"{metric} of {cfg.generation.model_name}, {samples} sample(s) of each prompt, {greedy}"]
-    lines += ["", "datasets:"]
-    for dataset in cfg.data.chosen:
-        judge = cfg.environment_of(dataset)
-        lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
-    engines, device = cluster.num_workers // size, "GPU" if cluster.use_gpus else "CPU worker"
-    lines += ["", f"{engines} vLLM engine(s) of {size} {device}(s):"]
-    for engine in range(engines):
-        node, first = divmod(engine * size, cluster.workers_per_node)
-        devices = ", ".join(str(first + number) for number in range(size))
-        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
-    slow = slow_precision(cfg)
-    return "\n".join([*lines, *([] if slow is None else ["", f"WARNING {slow}"])])

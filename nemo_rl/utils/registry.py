@@ -12,6 +12,10 @@ from typing import Any
 from nemo_rl.config.errors import did_you_mean
 
 
+class MissingPackage(ValueError):
+    """A module exists, and what it imports is not installed."""
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Import libraries in the body without garbage collection, which would take a fifth of the time.
@@ -34,7 +38,8 @@ def import_object(path: str, what: str) -> Any:
 
     Raises:
         ValueError: when the path is incomplete, when the module or the name in it does not exist, or when the working
-            folder and another place have a module of that name.
+            folder and another place have a module of that name. MissingPackage when the module imports another that is
+            not installed.
     """
     module_name, separator, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not separator or not module_name or not name:
@@ -48,6 +53,8 @@ def import_object(path: str, what: str) -> Any:
         with without_collections():
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+            raise MissingPackage(f"{what} {path!r} imports {error.name}, which is not installed here") from error
         raise ValueError(f"{what} {path!r}: no module {error.name!r} can be imported from here") from error
     try:
         return getattr(module, name)  # also what a module makes when it is asked, as those with names of NeMo RL do

@@ -89,16 +89,21 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
 
 
 def _template(cfg: TokenizerSettings, tokenizer: PreTrainedTokenizerFast) -> str:
+    if cfg.chat_template != "default":
+        return template_text(cfg)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"tokenizer {cfg.name!r} has no chat template: set {cfg.key('chat_template')} to a Jinja text or "
+            "the path of a .jinja file, or to null to join the messages as they are"
+        )
+    return tokenizer.get_chat_template()
+
+
+def template_text(cfg: TokenizerSettings) -> str:
+    """The chat template that the configuration states, which is not `default`. Raises as `get_tokenizer`."""
     template = cfg.chat_template
     if template is None:
         return PASSTHROUGH_TEMPLATE
-    if template == "default":
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                f"tokenizer {cfg.name!r} has no chat template: set {cfg.key('chat_template')} to a Jinja text or "
-                "the path of a .jinja file, or to null to join the messages as they are"
-            )
-        return tokenizer.get_chat_template()
     if template.endswith(".jinja"):
         if not Path(template).is_file():
             raise FileNotFoundError(f"{cfg.key('chat_template')}: {template!r} does not exist (looked in {Path.cwd()})")

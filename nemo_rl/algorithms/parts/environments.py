@@ -94,14 +94,14 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
             env_class_path(env[name].type)  # only its own Python imports it
             continue
         find_env_class(env[name].type)
-        for key, check, value in _named_outside(name, env[name]) if starts else ():
+        for key, check, value in named_outside(name, env[name]) if starts else ():
             try:
                 import_object(check, "check")(value)
             except (ValueError, FileNotFoundError) as error:
                 raise type(error)(f"{key}: {error}") from error
 
 
-def _named_outside(name: str, section: AnyEnvironmentConfig) -> Iterator[tuple[str, str, Any]]:
+def named_outside(name: str, section: AnyEnvironmentConfig) -> Iterator[tuple[str, str, Any]]:
     """(key, import path of its check, value) of everything outside of the configuration that a section names."""
     if isinstance(section, CompositeEnvironmentConfig):
         for index, part in enumerate(section.reward_functions):

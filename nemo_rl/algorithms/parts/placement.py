@@ -16,9 +16,11 @@ from transformers import AutoConfig, PretrainedConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.parts.hardware import gpu_names, slow_precision
+from nemo_rl.algorithms.parts.inputs import Inputs
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.model_folder import unmade_config
+from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, token_budgets
 from nemo_rl.models.policy.dtensor.lora import adapted_model
 from nemo_rl.models.policy.experts import num_experts
@@ -69,9 +71,10 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
     return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
 
 
-def _warnings(cfg: TrainingConfig) -> list[str]:
-    slow = slow_precision(cfg)
-    return [] if slow is None else ["", f"WARNING {slow}"]
+def _warnings(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
+    """What a run would not find, and what would make it slow. ConfigError for what would stop it."""
+    absent, slow = Inputs.of(cfg).lines(), slow_precision(cfg)
+    return [*(["", *absent] if absent else []), *([] if slow is None else ["", f"WARNING {slow}"])]
 
 
 def _labelled(title: str, rows: dict[str, str]) -> list[str]:
@@ -93,6 +96,25 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
     ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
     return "\n".join([*_labelled("one step:", rows), "", *layout, "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
+
+
+def describe_evaluation(cfg: EvalMasterConfig) -> str:
+    """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
+    cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
+    metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
+    greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
+    lines = [f"{metric} of {cfg.generation.model_name}, {samples} sample(s) of each prompt, {greedy}"]
+    lines += ["", "datasets:"]
+    for dataset in cfg.data.chosen:
+        judge = cfg.environment_of(dataset)
+        lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
+    engines, device = cluster.num_workers // size, "GPU" if cluster.use_gpus else "CPU worker"
+    lines += ["", f"{engines} vLLM engine(s) of {size} {device}(s):"]
+    for engine in range(engines):
+        node, first = divmod(engine * size, cluster.workers_per_node)
+        devices = ", ".join(str(first + number) for number in range(size))
+        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
+    return "\n".join([*lines, *_warnings(cfg)])
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:

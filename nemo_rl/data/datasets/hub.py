@@ -446,17 +446,26 @@ PROBLEMS: dict[str, HubProblems] = {
     "DAPOMath17K": HubProblems(
         path="BytedTsinghua-SIA/DAPO-Math-17k", input_key="prompt", output_key="reward_model", convert=dapo_row
     ),
+    "DAPOMathAIME2024": HubProblems(
+        path="BytedTsinghua-SIA/AIME-2024", input_key="prompt", output_key="reward_model", convert=dapo_row
+    ),
+    "OpenR1-Math-220k": HubProblems(path="open-r1/OpenR1-Math-220k", subsets=("default",), solution_key="solution"),
     "AIME2024": HubProblems(path="HuggingFaceH4/aime_2024", solution_key="solution"),
     "AIME2025": HubProblems(
         path="opencompass/AIME2025", subsets=("AIME2025-I", "AIME2025-II"), split="test", input_key="question"
     ),
+    "AIME2026": HubProblems(path="MathArena/aime_2026"),
     "MATH-500": HubProblems(path="HuggingFaceH4/MATH-500", split="test", solution_key="solution"),
 }
 
 HUB_SETS: dict[str, HubProblems | HubExamples] = {
     **PROBLEMS,
+    "GSM8K": PROBLEMS["gsm8k"],
     "squad": HubExamples(path="rajpurkar/squad", columns=("context", "question", "answers"), convert=squad_row),
     "tulu3_sft_mixture": HubExamples(path="allenai/tulu-3-sft-mixture", columns=("messages",), convert=chat_row),
+    "Nemotron-Cascade-2-SFT-Math": HubExamples(
+        path="nvidia/Nemotron-Cascade-2-SFT-Data", subsets=("math",), columns=("messages",), convert=chat_row
+    ),
     "HelpSteer3": HubExamples(
         path="nvidia/HelpSteer3",
         columns=("context", "response1", "response2", "overall_preference"),
@@ -551,6 +560,10 @@ EVAL_DATASETS: dict[str, EvalDataset | HumanEval] = {
     },
 }
 """By name; `gsm8k` is the test split here."""
+HUB_PATHS = frozenset(
+    known.path for sets in (EVAL_DATASETS, HUB_SETS) for known in sets.values() if isinstance(known, HubTable)
+)
+"""Names of these datasets on the hub."""
 LOADERS = {
     **{name: known.load for sets in (EVAL_DATASETS, HUB_SETS) for name, known in sets.items()},
     "image_folder": load_image_folder,

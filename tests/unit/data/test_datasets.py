@@ -1,6 +1,7 @@
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -138,10 +139,34 @@ def test_mistakes_are_named_with_what_there_is(write):
             load_rows(dataset(data_path=write(ROWS), **{**COLUMNS, **keys}))
 
 
-def test_a_local_copy_of_a_named_dataset(write):
-    path = write([{"prompt": [user("Q")], "reward_model": {"ground_truth": "34"}, "x": 1}])
-    rows, _ = load_rows(dataset(dataset_name="DAPOMath17K", data_path=path))
-    assert list(rows) == [{"problem": "Q", "expected_answer": "34"}]
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("DAPOMath17K", {"prompt": [user("Q")], "reward_model": {"ground_truth": "34"}, "x": 1}),
+        ("DAPOMathAIME2024", {"prompt": [user("Q")], "reward_model": {"ground_truth": "34"}, "x": 1}),
+        ("GSM8K", {"question": "Q", "answer": "30 + 4 #### 34"}),
+        ("AIME2026", {"problem": "Q", "answer": 34}),
+        ("OpenR1-Math-220k", {"problem": "Q", "answer": "34", "solution": "30 + 4"}),
+    ],
+)
+def test_a_local_copy_of_a_named_dataset(write, name, row):
+    (read,) = load_rows(dataset(dataset_name=name, data_path=write([row])))[0]
+    assert (read["problem"], read["expected_answer"]) == ("Q", "34")
+
+
+def test_a_local_copy_of_named_conversations(write):
+    said = [user("Q"), {"role": "assistant", "content": "34"}]
+    name = "Nemotron-Cascade-2-SFT-Math"
+    (read,) = load_rows(dataset(dataset_name=name, data_path=write([{"messages": said}])))[0]
+    assert read["messages"] == said
+
+
+def test_every_prompt_file_of_ours_can_be_used():
+    folder = Path(__file__).parents[3] / "examples" / "prompts"
+    alone = {"gsm8k.txt", "judge_tiny.txt"}  # a system prompt, and a judge's
+    for file in folder.glob("*.txt"):
+        key = "system_prompt_file" if file.name in alone else "prompt_file"
+        assert "{{" not in TaskDataSpec(**{key: file}).fill("Q"), file
 
 
 def test_datasets_by_registration(monkeypatch):

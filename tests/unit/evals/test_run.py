@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.algorithms.parts.placement import describe_evaluation
 from nemo_rl.algorithms.trainers.group_sources import TooManyFailures
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.evals.config import EvalMasterConfig, describe_evaluation
+from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.metrics import Outcome, clustered_interval, cons_at_k, show_results, summarize
 from nemo_rl.evals.run import WRITE_EVERY_S, _Writer, load_eval_data, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder

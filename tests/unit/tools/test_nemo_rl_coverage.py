@@ -1,7 +1,6 @@
 """The tool that counts which configuration files of NeMo RL load."""
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 TOOL = Path(__file__).parents[3] / "tools" / "nemo_rl_coverage.py"
@@ -28,19 +27,21 @@ SAID = """\
 1 are refused for features that are missing here
      1 quantisation-aware training, NeMo RL v0.7
 1 load, and their runs would stop
-  nowhere.yaml: data.train.0.dataset_name=nowhere
-  nowhere.yaml: data.train.0.prompt_file=nowhere.txt
-  nowhere.yaml: data.default.prompt_file=nowhere.txt
-0 are unclear
-"""
+  nowhere.yaml: data.default.prompt_file: prompt_file 'nowhere.txt' does not exist
+  nowhere.yaml: data.train.0.dataset_name: unknown dataset 'nowhere'
+0 are unclear"""
 
 
-def test_files_load_or_are_refused_or_would_stop_and_are_written_in_todays_form(tmp_path: Path) -> None:
+def test_files_load_or_are_refused_or_would_stop_and_are_written_in_todays_form(tmp_path, monkeypatch, capsys) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    command = [sys.executable, str(TOOL), ".", "--convert"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, SAID, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(TOOL.parent)
+    main = runpy.run_path(str(TOOL))["main"]
+    assert main([".", "--convert"]) == 0
+    said = capsys.readouterr()
+    beginnings = [line.startswith(start) for line, start in zip(said.out.splitlines(), SAID.splitlines(), strict=True)]
+    assert all(beginnings) and said.err == "", said.out
     (tmp_path / "typo.yaml").write_text("defaults: base.yaml\npolicy: {quant_cfg: NVFP4, of_tomorrow: 1}\n")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "1 are unclear\n  typo.yaml:2: policy.of_tomorrow: unknown key" in done.stdout
+    assert main(["."]) == 1
+    assert "1 are unclear\n  typo.yaml:2: policy.of_tomorrow: unknown key" in capsys.readouterr().out
