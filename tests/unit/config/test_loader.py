@@ -112,7 +112,7 @@ def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, c
     assert config.policy.optimizer is not None and config.policy.optimizer.kwargs["eps"] == 1e-8
     assert config.data.train[0].seed == 42 and list(config.env) == ["math", "mine"] and config.logger.monitor_gpus
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["the configuration is in NeMo RL's form: it loads, with 6 remarks (see --remarks)"]
+    assert warnings == ["the configuration is in NeMo RL's form: it loads, with 7 remarks (see --remarks)"]
     first, *remarks = caplog.messages[1:]
     assert first.startswith("policy.generation_batch_size, ") and first.endswith(", data.num_workers: has no effect")
     at_this_value = remarks.pop(2)
@@ -122,6 +122,8 @@ def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, c
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger: has no effect: it only monitors",
         "policy.scheduler_step_per: train_call: NeMo RL's scheduler steps once in each training step",
         "grpo.adv_estimator.std: leave_one_out: NeMo RL divides by the standard deviation of the other samples",
+        "env.mine: gets messages without what the chat template adds, and its observations go through the template; "
+        "NeMo RL gives it rendered prompts and appends observations as they are: raw_text: true",
     ]
     assert load_config(GRPOMasterConfig, write(tmp_path, "config.yaml", dump_config(config))) == config
 
