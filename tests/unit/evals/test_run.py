@@ -83,7 +83,10 @@ def test_what_cannot_work_is_refused(given, told):
         load(*given)
 
 
-def test_each_dataset_has_its_processor_and_its_judge():
+def test_each_dataset_has_its_processor_and_its_judge(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("all.txt", "own.txt"):
+        Path(name).write_text("{}")
     several = "[{dataset_name: gsm8k}, {dataset_name: mmlu_pro}, {dataset_name: mmlu_DE-DE, prompt_file: own.txt}]"
     config = load("data.dataset_name=null", "data.prompt_file=all.txt", f"data.datasets={several}")
     found = [(config.processor_of(d), config.environment_of(d), d.prompt_file) for d in config.data.chosen]
