@@ -87,9 +87,10 @@ class ClippedPGLoss:
                 kl = (whole - gen).exp().detach() * kl
             if not cfg.use_kl_in_reward:
                 loss = loss + cfg.reference_policy_kl_penalty * aggregate(kl)
-        nll = torch.zeros(())
+        likelihood: dict[str, Tensor] = {}
         if isinstance(inputs, LikelihoodInputs):  # VAPO, arXiv 2504.05118, section 4.3
             nll = -(curr * at_valid(inputs.nll_weights[:, None].expand_as(curr))).sum()
+            likelihood["positive_example_nll"] = nll
             loss = loss + cfg.positive_example_nll_weight * nll
         loss = nan_unless_finite(loss, must_be_finite)
 
@@ -109,8 +110,7 @@ class ClippedPGLoss:
                 metrics[f"{name}_min"] = masked_min(values, valid)
                 metrics[f"{name}_max"] = masked_max(values, valid)
             metrics["num_valid_samples"] = inputs.sample_mask.sum()
-            if isinstance(inputs, LikelihoodInputs):
-                metrics["positive_example_nll"] = nll
+            metrics |= likelihood
             metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
