@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tokenizers import pre_tokenizers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,7 +32,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, resolve_tiny_model, tiny_model_config
 from nemo_rl.utils.files import make_once
-from nemo_rl.utils.folders import cache_root, require_hub
+from nemo_rl.utils.folders import cache_root, hub_failure, hub_is_off, unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +47,29 @@ SPLIT_DIGITS_TOO = {"smollm", "starcoder", "refact", "command-r"}  # each digit 
 def resolve_model(name: str) -> str:
     """The folder of the model `tiny:<recipe>` or of a GGUF file, made on first use; any other name unchanged.
 
+    Without a network, a model of the hub is its folder in the cache.
+
     Raises:
         ValueError: an unknown recipe; a GGUF file that does not exist or cannot be read; or the name of a model of a
-            hub that cannot be reached.
+            hub that cannot be reached, and whose cache has no such model.
     """
     if name.startswith(TINY_MODEL_PREFIX):
         return resolve_tiny_model(name)
     if is_gguf(name):
         return resolve_gguf(Path(name).expanduser())
-    if is_hub_name(name) and not Path(name).exists():
-        require_hub(name)
+    if is_hub_name(name) and not Path(name).exists() and not hub_is_off() and (failure := hub_failure()) is not None:
+        return _in_cache(name, failure)
     return name
+
+
+def _in_cache(name: str, failure: str) -> str:
+    """The folder of a model that the cache of the hub has. ValueError if it has not; `failure`: why the hub cannot."""
+    try:
+        folder = snapshot_download(name, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ValueError(unreachable(name, failure)) from None
+    logger.warning("%s, so %s is taken from the cache: %s", failure, name, folder)
+    return folder
 
 
 def is_hub_name(name: str) -> bool:

@@ -106,13 +106,18 @@ def hub_failure() -> str | None:
     return None
 
 
+def unreachable(name: str, failure: str) -> str:
+    """The message for a name that only the hub may have, beside `hub_failure`."""
+    return (
+        f"{name!r} is no folder here, and {failure}: name a folder, take what is in the cache with HF_HUB_OFFLINE=1, "
+        "or set HF_ENDPOINT or HTTPS_PROXY"
+    )
+
+
 def require_hub(name: str) -> None:
     """Raises ValueError if `name`, which is no folder, is to be looked up in a hub that cannot be reached.
 
     The libraries of the hub would try again for half a minute, for each file.
     """
     if not hub_is_off() and (failure := hub_failure()) is not None:
-        raise ValueError(
-            f"{name!r} is no folder here, and {failure}: name a folder, take what is in the cache with "
-            "HF_HUB_OFFLINE=1, or set HF_ENDPOINT or HTTPS_PROXY"
-        )
+        raise ValueError(unreachable(name, failure))

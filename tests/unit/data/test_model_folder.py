@@ -1,5 +1,6 @@
 """GGUF files as models: weights as the package gguf reads them, and the tokenizer of the model behind the file."""
 
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -200,3 +201,21 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path, case):
     with pytest.raises(ValueError, match=rf"GGUF file '.*small\.gguf'.*{message}"):
         resolve_model(str(path))
     assert not list((tmp_path / "cache").rglob("config.json"))
+
+
+def test_without_a_network_a_model_of_the_hub_is_its_folder_in_the_cache(tmp_path, monkeypatch, caplog):
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "hub" / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "hub" / "models--owner--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert resolve_model("owner/name") == str(snapshot)
+        assert "so owner/name is taken from the cache" in caplog.text
+        with pytest.raises(ValueError, match=r"'owner/other' is no folder here, and 127.0.0.1 cannot be reached"):
+            resolve_model("owner/other")
