@@ -41,6 +41,7 @@ from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
@@ -214,6 +215,7 @@ def _start(config: EvalMasterConfig, command: Command, inputs: Inputs) -> tuple[
             cfg=config.generation,
             seed=config.eval.seed,
             load_format="auto",
+            can_share_prompts=inputs.model.can_share_prompts,
             max_images=config.data.max_images if inputs.model.processor_path is not None else None,
         ),
         accelerator=accelerator,
@@ -439,6 +441,7 @@ class EvalModel:
     tokenizer: PreTrainedTokenizerFast
     name: str  # for people
     identity: dict[str, Any]
+    can_share_prompts: bool  # its engines may compute the prompt of several samples once
     processor_path: str | None = None  # see `ModelInputs`
 
 
@@ -473,6 +476,7 @@ def prepare_eval_model(config: EvalMasterConfig) -> EvalModel:
         tokenizer=tokenizer,
         name=name if checkpoint is None else str(checkpoint.step),
         processor_path=tokenizer_path if sees_images(model) else None,
+        can_share_prompts=can_share_prompts(model),
         identity={
             "generation.model_name": {
                 "weights": checkpoint.digest if checkpoint is not None else weights_identity(name, model_path, model),

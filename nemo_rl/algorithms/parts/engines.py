@@ -11,6 +11,7 @@ from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.algorithms.run import Run
 from nemo_rl.models.generation.interfaces import GENERATION, EngineSettings, GenerationInterface
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit, WeightSync
@@ -71,6 +72,7 @@ def start_vllm[ConfigT: RolloutMasterConfig](
                 cfg=config.policy.generation,
                 seed=config.rollout.seed,
                 hf_overrides=config.policy.hf_config_overrides,
+                can_share_prompts=can_share_prompts(model.config),
                 return_routed_experts=config.policy.router_replay.enabled,
                 max_images=config.data.max_images if model.processor_path is not None else None,
                 draft=draft,

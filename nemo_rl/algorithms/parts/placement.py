@@ -21,6 +21,7 @@ from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.model_folder import unmade_config
 from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, token_budgets
 from nemo_rl.models.policy.dtensor.lora import adapted_model
 from nemo_rl.models.policy.experts import num_experts
@@ -180,7 +181,10 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
     elif not (cluster.use_gpus or generation.is_by_policy or "enable_prefix_caching" in generation.vllm_kwargs):
         times = cfg.rollout.num_generations_per_prompt
-        rows["prefix caching"] = f"off on CPUs: a prompt is computed {times} times, once for each of its samples"
+        model = local_config(cfg.policy)
+        is_shared = generation.shares_prompts_on_cpu and model is not None and can_share_prompts(model)
+        how = f"once for its {times} samples" if is_shared else f"{times} times, once for each of its samples"
+        rows["prompts"] = f"an engine computes a prompt {how}"
     for model in cfg.further_models:
         sizes = training_sizes(model.config, model.cluster.num_workers)
         where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing

@@ -177,7 +177,7 @@ class VllmConfig(StrictModel):
     """Do not compile or capture graphs. Always so on CPU."""
 
     enable_prefix_caching: bool = True
-    """Share the KV cache of equal beginnings. Never on CPU."""
+    """Share the KV cache of equal beginnings. On CPU: of equal prompts, as the samples of a group have."""
 
     logprobs_mode: Annotated[Literal["processed_logprobs", "raw_logprobs"], _read(None, "processed_logprobs")] = (
         "processed_logprobs"
@@ -342,6 +342,11 @@ class GenerationConfig(StrictModel):
     def is_filtered(self) -> bool:
         """Whether `top_p` or `top_k` leaves out tokens."""
         return self.top_p < 1 or self.top_k is not None
+
+    @property
+    def shares_prompts_on_cpu(self) -> bool:
+        """Whether an engine on a CPU computes the prompt of several requests once, if the model lets it."""
+        return self.vllm_cfg.enable_prefix_caching and not self.speculation
 
     @property
     def speculation(self) -> Mapping[str, Any]:

@@ -250,6 +250,7 @@ class EngineSettings:
     weight_transfer: Transport = "packed_shm"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # replace values of config.json, as in training
     replica: int = 0  # number of this replica, for messages
+    can_share_prompts: bool = False  # an engine on a CPU may compute a prompt of several requests once
     return_routed_experts: bool = False  # return the experts of every token with completions
     max_images: int | None = None  # of a prompt, for a model that sees images
     draft: Mapping[str, Any] | None = None  # config.json of a draft whose weights the policy sends

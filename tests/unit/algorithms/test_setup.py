@@ -119,9 +119,15 @@ def test_a_placement_refuses_adapters_that_the_model_does_not_take() -> None:
             lines_of("policy.model_name=tiny:arithmetic", f"policy.dtensor_cfg.lora_cfg={lora}")
 
 
-def test_a_placement_on_cpus_says_that_a_prompt_is_computed_for_each_of_its_samples() -> None:
-    said = "prefix caching off on CPUs: a prompt is computed 16 times, once for each of its samples"
-    assert said in lines_of("cluster.gpus_per_node=0") and said not in lines_of("cluster.gpus_per_node=1")
+def test_a_placement_on_cpus_says_how_often_a_prompt_is_computed() -> None:
+    on_cpu, engine = ("cluster.gpus_per_node=0", "policy.model_name=tiny:arithmetic"), "policy.generation.vllm_cfg"
+    once, often = (
+        f"prompts an engine computes a prompt {how}" for how in ("once for its 16 samples", "16 times, once")
+    )
+    assert once in lines_of(*on_cpu)
+    for overrides in ((*on_cpu, f"{engine}.enable_prefix_caching=false"), ("cluster.gpus_per_node=0",)):
+        assert any(line.startswith(often) for line in lines_of(*overrides))
+    assert not any(line.startswith("prompts") for line in lines_of("cluster.gpus_per_node=1"))
 
 
 @pytest.mark.parametrize(

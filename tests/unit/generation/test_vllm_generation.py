@@ -39,7 +39,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def generation(ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
-    with engines(model_dir, generation_config(MAX_MODEL_LEN), replicas=2, accelerator=ACCELERATOR) as generation:
+    """Two engines that compute an equal prompt once."""
+    config, options = generation_config(MAX_MODEL_LEN), {"replicas": 2, "can_share_prompts": True}
+    with engines(model_dir, config, accelerator=ACCELERATOR, **options) as generation:
         yield generation
 
 
@@ -82,7 +84,9 @@ def test_a_bad_word_is_never_sampled(generation, model_dir: str) -> None:
     assert free.token_ids[0] not in without.token_ids and without.token_ids[0] != free.token_ids[0]
 
 
-def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: VllmGeneration) -> None:
+def test_alone_together_shuffled_elsewhere_and_behind_a_cached_prompt_give_the_same_bits(
+    generation: VllmGeneration,
+) -> None:
     requests = random_requests(40, longest_prompt=60)
     first, second = generation.workers
     together = ask(first, requests)
@@ -96,7 +100,9 @@ def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: Vl
     long = [request for request in candidates if len(request.prompt_token_ids) > 900][:4]
     assert len(long) == 4
     short = random_requests(12, longest_prompt=40, seed=6)
-    assert [ask(second, [request])[0] for request in long] == ask(first, [*short[:6], *long, *short[6:]])[6:10]
+    alone = [ask(second, [request])[0] for request in long]
+    assert alone == ask(first, [*short[:6], *long, *short[6:]])[6:10]
+    assert alone == ask(second, long), "now with their prompts in the cache"
     same = ask(first, [request_of([10, 11, 12], 2**62 + number, max_new_tokens=24) for number in (5, 5, 6)])
     assert same[0] == same[1] and same[1].token_ids != same[2].token_ids, "seeds decide"
 

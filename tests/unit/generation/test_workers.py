@@ -65,6 +65,7 @@ class Worker(VllmWorker):
         self._turns, self._admitted, self._sampling_allowed = asyncio.Condition(), asyncio.Semaphore(8), asyncio.Event()
         self._engine: Any = engine
         self._name, self._max_model_len, self._request_ids = "generation-0", 8, iter(range(100))
+        self._device = "cuda"
         self._serving, self._answers, self._num_serving = {}, AnswerQueue(), Counter()
         self._sleep_mode, self._asleep, self._has_weights, self._sleep = True, set(), True, ExitStack()
         self._records = self._returns_experts = False
@@ -121,6 +122,21 @@ async def test_a_request_whose_images_come_during_a_sync_waits_for_the_new_weigh
     assert engine.salts == [], "the engine is paused"
     await worker.finish_weight_update(2)
     assert (await asyncio.wait_for(waiting, 60)).weight_version == 2 and engine.salts == ["update 2"]
+
+
+@in_loop
+async def test_on_a_cpu_only_requests_of_the_same_prompt_share_its_cache() -> None:
+    worker, engine = await with_weights(1)
+    worker._device = "cpu"
+    prompts = [1, 2], [1, 2], [1, 2, 3]
+    for prompt in prompts:
+        await worker.generate(replace(request(0), prompt_token_ids=list(prompt)))
+    one, same, longer = engine.salts
+    assert one == same != longer
+    await worker.start_weight_update(clear_cache=True)
+    await worker.finish_weight_update(2)
+    await worker.generate(replace(request(0), prompt_token_ids=[1, 2]))
+    assert engine.salts[-1] not in (one, longer), "other weights"
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])

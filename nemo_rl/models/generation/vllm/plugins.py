@@ -8,8 +8,9 @@ Of vLLM's own settings, batch invariance on a CPU needs these too, which are no 
 
 * `ENGINE_ENVIRONMENT`: one thread, and no split of the keys of a sequence over threads. With a split, or several
   threads, the work of the step decides where the online softmax of attention is cut.
-* Prompts are prefilled whole: no chunks, no prefix cache, no preemption (`engine_args`, `num_admitted`). Past roughly a
-  thousand tokens, a query in another chunk has other tile boundaries.
+* No request is preempted (`num_admitted`), and requests share the KV of a prompt only if they have the same prompt
+  (`VllmWorker`). Past some hundred tokens, attention of several queries has other bits than attention of one, so the KV
+  of a sampled token is not always the KV of the same token in a prompt.
 
 Norms, rotary embedding, activations, log-softmax, top-k, top-p and the random generators work row by row already.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -229,6 +231,66 @@ def expand_batch_to_tokens(
 
 
 @plugin(cpu_only=True)
+def queries_in_equal_parts() -> None:
+    """The queries of a prompt are divided at multiples of a block of the KV cache, and each part is a row of its own.
+
+    Symptom: logprobs depend on whether the beginning of a long prompt came from the cache.
+    Cause: the kernel decides by the number of queries how many keys a part of its online softmax has.
+    Upstream: none.
+    Until: `CPUAttentionBackendImpl` divides the keys alike for any number of queries. Not in 0.32.0.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    CPUAttentionMetadataBuilder.build = with_equal_parts(CPUAttentionMetadataBuilder.build)
+
+
+BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache on a CPU: the fewest that the kernel takes, so that short prompts fill some."""
+
+
+def with_equal_parts(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build` of vLLM's attention, for queries that see no key behind them."""
+
+    def made(builder: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        rows = common_attn_metadata
+        has_images = any((rows.mm_req_doc_ranges or {}).values())
+        is_whole = builder.is_cross_attention or builder.is_encoder_only_attention or has_images
+        if rows.causal is True and rows.max_query_len > 1 and not is_whole:
+            starts, lengths, request = equal_parts(rows.query_start_loc, rows.seq_lens, BLOCK_TOKENS)
+            rows = replace(
+                rows,
+                num_reqs=len(request),
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                max_query_len=min(rows.max_query_len, BLOCK_TOKENS),
+                block_table_tensor=rows.block_table_tensor[request],
+            )
+        return build(builder, common_prefix_len, rows, fast_build)
+
+    return made
+
+
+def equal_parts(
+    starts: torch.Tensor, lengths: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Divide rows of queries at multiples of `size`, counted in each sequence: `starts` [B + 1], `lengths` [B].
+
+    The queries of a row are the last tokens of its sequence. Returns the starts [P + 1] and lengths [P] of the parts,
+    as if each ended its sequence, and the row [P] that each is of.
+    """
+    first = lengths - starts.diff()  # position of a row's first query
+    num_parts = ((lengths - 1) // size - first // size + 1).clamp(min=1)
+    row = torch.arange(len(lengths)).repeat_interleave(num_parts)
+    number = torch.arange(len(row)) - (num_parts.cumsum(0) - num_parts)[row]
+    boundary = (first[row] // size + number) * size
+    begins = torch.maximum(first[row], boundary)
+    ends = torch.minimum(lengths[row], boundary + size)
+    parts = torch.cat([starts[row] + begins - first[row], starts[-1:]])
+    return parts.to(starts.dtype), ends.to(lengths.dtype), row
+
+
+@plugin(cpu_only=True)
 def rotary_positions_of_heads() -> None:
     """Rotary positions of [T, H, D] are computed with torch.
 
@@ -291,7 +353,7 @@ def keep_images(build: Callable[..., Any]) -> Callable[..., Any]:
             for request, images in ranges.items():
                 num_computed = lengths[request] - (rows[request + 1] - rows[request])
                 new = [(rows[request], first, last + 1) for first, last in images if last >= num_computed]
-                assert not new or num_computed == 0, "prompts are prefilled whole"
+                assert not new or num_computed == 0, "prompts with images are prefilled whole"
                 metadata.images += new
         return metadata
 

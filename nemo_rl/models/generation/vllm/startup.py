@@ -131,11 +131,20 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     }
     if vllm_cfg.engine_size > 1:  # inside a Ray actor vLLM would choose Ray, which does not share a node's devices
         arguments["distributed_executor_backend"] = "mp"
+    # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
+    head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
+    stored = PretrainedConfig.get_config_dict(settings.model)[0]
+    router = _DEEPSEEK_V3_ROUTER if stored.get("model_type") == "deepseek_v3" else {}
+    overrides = {**head, **router, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
+    text = stored.get("text_config", stored) | overrides
+    is_latent = text.get("kv_lora_rank") is not None
     if settings.device == "cpu":
+        shares_prompts = cfg.shares_prompts_on_cpu and settings.can_share_prompts and not is_latent
         arguments |= {
             "enforce_eager": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": shares_prompts,
             "enable_chunked_prefill": False,
+            "block_size": plugins.BLOCK_TOKENS if shares_prompts else None,
             "max_num_seqs": _MAX_NUM_SEQS_CPU,
             "max_num_batched_tokens": vllm_cfg.batched_tokens_on_cpu,
             "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
@@ -150,19 +159,13 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "sleep_preserve_parameter_names": ["draft.*"] if settings.draft is None else [],
         }
     arguments |= cfg.vllm_kwargs
-    # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
-    head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
-    stored = PretrainedConfig.get_config_dict(settings.model)[0]
-    router = _DEEPSEEK_V3_ROUTER if stored.get("model_type") == "deepseek_v3" else {}
-    overrides = {**head, **router, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
     arguments["hf_overrides"] = overrides
     is_plain = settings.load_format == "dummy" and "quantization_config" in stored
     if is_plain or cfg.speculation.get("method") == "mtp":  # prediction heads see overrides only if they are a function
         arguments["hf_overrides"] = partial(_overridden, overrides=overrides, is_plain=is_plain)
-    text = stored.get("text_config", stored) | overrides
     # On a CPU with AMX vLLM chooses a backend for latent attention that takes no float32. A draft has its own backend.
     latent = {"attention_backend": "CPU_MLA"} if settings.device == "cpu" and vllm_cfg.dtype == "float32" else {}
-    if text.get("kv_lora_rank") is not None:
+    if is_latent:
         arguments = latent | arguments
     if text.get("model_type") == "llama4_text":
         # vLLM's Llama 4 reads it from here alone, and otherwise scales queries only above 32768 positions.

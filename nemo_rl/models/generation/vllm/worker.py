@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -63,12 +64,14 @@ class VllmWorker(EngineWorkerInterface):
     """Hosts one `AsyncLLM`, whose engine computes in processes of its own.
 
     On a CPU in float32, a request's tokens and logprobs are the same bits whatever else the engine does (see
-    `plugins`). For this each engine computes on one thread, prefills prompts whole and has no prefix cache, and
-    this class admits no more requests than the KV cache can hold to their end, so that vLLM preempts none.
+    `plugins`). For this each engine computes on one thread and prefills prompts whole, only requests of the same prompt
+    share its KV, and this class admits no more requests than the KV cache can hold to their end, so that vLLM preempts
+    none.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         cfg, device = settings.cfg, settings.device
+        self._device = device
         self.weight_version = -1  # no weights yet
         self._num_updates = 0
         self._name = f"generation-{settings.replica}"
@@ -136,9 +139,7 @@ class VllmWorker(EngineWorkerInterface):
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
             request_id = f"{next(self._request_ids)}"
-            # vLLM shares KV only between requests of the same salt. The version would not separate weights: after a
-            # return to a checkpoint the same version comes again with other weights.
-            salt = f"update {self._num_updates}"
+            salt = self._salt(request.prompt_token_ids)
             # The type tells vLLM that there is nothing to tokenise, for which it would hand the prompt to a thread.
             prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids, "cache_salt": salt}
             if self._images is not None and images:
@@ -166,6 +167,18 @@ class VllmWorker(EngineWorkerInterface):
             weight_version=weight_version,
             routed_experts=await self._experts(request_id, answer, num_tokens) if self._returns_experts else None,
         )
+
+    def _salt(self, prompt_token_ids: Sequence[int]) -> str:
+        """A text that requests have in common if one may read the KV that another has written.
+
+        The version would not separate weights: after a return to a checkpoint the same version comes again with other
+        weights. On a CPU only requests of the same prompt share KV. Sampled tokens, with which the prompt of a later
+        turn begins, have been computed one by one, and a prompt is computed in parts, which may give other bits.
+        """
+        salt = f"update {self._num_updates}"
+        if self._device != "cpu":
+            return salt
+        return f"{salt} {sha256(np.asarray(prompt_token_ids, np.int64).tobytes()).hexdigest()}"
 
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         began = asyncio.get_running_loop().time()
