@@ -8,12 +8,18 @@ with `--processes` also that of each process of ours. On the last lines are the 
 clock and by processor time. On a machine that others use too, the second counts, with `--threads 1`: TRL's threads spin
 while they wait.
 
+With `--model` it also prints `ours / limit`, by phase: our seconds over those of the matrix products of the step alone,
+each at the rate that this run measures for its number of rows, in as many processes of one thread as we have workers.
+Generation: each prompt once, and each engine an equal share of the samples that have not ended. Training and logprobs:
+the tokens that are packed, the head for sampled tokens alone.
+
     uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py [OPTIONS]
 
     (none)                                                                          trained, 4 tokens
     --untrained --max-new-tokens 64                                                 0.36M parameters, 64 tokens
     --hidden 512 --layers 8 --prompts 8 --max-new-tokens 192                        18M parameters, 192 tokens
     --hidden 512 --layers 8 --prompts 8 --max-new-tokens 1024 --mean-tokens 128     a long tail
+    --model FOLDER --prompts 8 --max-new-tokens 96 --micro-batch 16 --steps 3 --warmup 1    a pretrained model
 """
 
 from __future__ import annotations
@@ -27,16 +33,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.processor_time import MIN_CPU_S, Process, processes, spent  # noqa: E402
+from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT  # noqa: E402
 
 POLL_S = 0.02
+PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
+PRODUCT_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+MAX_PRODUCT_ROWS = PRODUCT_ROWS[-1]
+PRODUCT_REPEATS = 3
 ENGINE_MEMORY = 0.4  # of a GPU, on both sides
 
 
@@ -47,6 +62,8 @@ class Run:
     steps: list[tuple[float, float]]  # (completion tokens, seconds by the clock)
     cpu_s: float  # of one step, in all processes
     by_process: dict[str, float]  # the same by command, if it was asked for
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of a step by phase
+    limits: dict[str, float] = field(default_factory=dict)  # of its matrix products alone
 
     def tokens_per_s(self) -> float:
         return statistics.median(tokens / seconds for tokens, seconds in self.steps)
@@ -190,7 +207,92 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> Run:
         by_process={f"{number} {after[number].command}": cpu_s for number, cpu_s in by_process.items()}
         if args.processes
         else {},
+        phases={phase: statistics.mean(row.get(f"timing/train/{phase}", 0.0) for row in counted) for phase in PHASES},
+        limits={} if args.model is None else limits_of(args, model, counted, groups_of(folder, counted)),
     )
+
+
+def groups_of(folder: Path, counted: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The groups of each counted step, as the report keeps them, with the sampled tokens of each sample."""
+    steps = {int(row["step"]) for row in counted}
+    (data,) = folder.glob("exp_*/report_data")
+    pages = (
+        json.loads(file.read_text().split(", ", 1)[1].rstrip(" );\n")) for file in sorted(data.glob("groups_*.js"))
+    )
+    return [step["groups"] for page in pages for step in page if step["step"] in steps]
+
+
+def limits_of(
+    args: argparse.Namespace, model: str, counted: list[dict[str, Any]], steps: list[list[dict[str, Any]]]
+) -> dict[str, float]:
+    """Seconds of a step's matrix products by phase, the mean of the counted steps."""
+    layers, head = product_seconds(model, args.workers)
+    totals = dict.fromkeys(PHASES, 0.0)
+    for row, groups in zip(counted, steps, strict=True):
+        lengths = [length for group in groups for length in group["lengths"]]
+        shared = row.get("train/packing/shared_prompt_tokens", 0.0)
+        packed, sampled = row["train/total_num_tokens"] - shared, sum(lengths)
+        prompts = packed - sampled
+        rows = MAX_PRODUCT_ROWS
+        forward = (packed * layers(rows) + sampled * head(rows)) / rows / args.workers
+        totals["generation"] += prompts * layers(rows) / rows / args.workers
+        for number in range(max(lengths)):
+            alive = -(-sum(length > number for length in lengths) // args.workers)
+            totals["generation"] += layers(alive) + head(alive)
+        totals["policy_training"] += 3 * forward
+        if "timing/train/policy_and_reference_logprobs" in row:
+            totals["policy_and_reference_logprobs"] += forward
+    return {phase: total / len(counted) for phase, total in totals.items()}
+
+
+def product_seconds(model: str, num_processes: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Seconds of one pass of a number of rows through all layers, and through the head, by number of rows.
+
+    Measured in `num_processes` processes at once, the slowest counts; linear between the measured numbers.
+    """
+    code = "import sys; from benchmarks.grpo_vs_trl import measure_products; measure_products(sys.argv[1])"
+    environment = {**os.environ, **HOST_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, model]
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(num_processes)]
+    measured = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+    worst = {
+        part: [max(column) for column in zip(*(one[part] for one in measured), strict=True)] for part in measured[0]
+    }
+    return tuple(partial(np.interp, xp=PRODUCT_ROWS, fp=worst[part]) for part in ("layers", "head"))  # pyright: ignore[reportReturnType]
+
+
+def measure_products(model: str) -> None:
+    """Print the seconds of the products of all layers and of the head for each of `PRODUCT_ROWS`, on one thread."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    shapes: dict[str, list[tuple[int, int]]] = {"layers": [], "head": []}
+    for name, module in whole.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            shapes["head" if "lm_head" in name else "layers"].append((module.out_features, module.in_features))
+    seconds: dict[str, list[float]] = {}
+    for part, sizes in shapes.items():
+        weights = [torch.randn(size) for size in sizes]
+        packed = [torch.ops.mkl._mkl_reorder_linear_weight(weight, 64) for weight in weights]
+        seconds[part] = []
+        for rows in PRODUCT_ROWS:
+            states = {size: torch.randn(rows, size) for _, size in sizes}
+            best = math.inf
+            for _ in range(PRODUCT_REPEATS):
+                for is_packed in (False, True):
+                    started = time.perf_counter()
+                    for weight, other in zip(weights, packed, strict=True):
+                        x = states[weight.shape[1]]
+                        if is_packed:
+                            torch.ops.mkl._mkl_linear(x, other, weight, None, rows)
+                        else:
+                            torch.nn.functional.linear(x, weight)
+                    best = min(best, time.perf_counter() - started)
+            seconds[part].append(best)
+    sys.stdout.write("\n" + json.dumps(seconds) + "\n")
 
 
 def at_step(run: subprocess.Popen, folder: Path, number: int) -> dict[int, Process]:
@@ -294,6 +396,13 @@ def report(name: str, run: Run) -> None:
     for command, cpu_s in sorted(run.by_process.items(), key=lambda item: -item[1]):
         if cpu_s * len(run.steps) >= MIN_CPU_S:
             sys.stdout.write(f"{cpu_s:9.3f} s  {command[:90]}\n")
+    if run.limits:
+        whole = statistics.mean(seconds for _, seconds in run.steps)
+        seconds = {**run.phases, "step": whole}
+        limits = {**run.limits, "step": sum(run.limits.values())}
+        for phase, limit in limits.items():
+            ratio = f"{seconds[phase] / limit:.2f}" if limit > 0 else "-"
+            sys.stdout.write(f"  {phase:<30} {seconds[phase]:7.1f} s, limit {limit:6.1f} s, ours / limit {ratio}\n")
     sys.stdout.flush()
 
 
