@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _CALLS = "compat_calls"  # short functions around ours, and refusals that name ours
+_ENVIRONMENTS = "compat_environments"
 _LOSSES = {
     _CALLS: "ClippedPGLossFn NLLLossFn DPOLossFn PreferenceLossFn DistillationLossFn",
     "algorithms.config.grpo": "ClippedPGLossConfig",
@@ -42,9 +43,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "algorithms.interfaces": {"types": "LossFunction"},
     "algorithms.loss": _LOSSES,
-    "algorithms.loss.interfaces": {"types": "LossFunction"},
+    "algorithms.loss.interfaces": {_ENVIRONMENTS: "LossType LossInputType", "types": "LossFunction"},
     "algorithms.loss.loss_functions": _LOSSES,
-    "algorithms.loss_functions": _LOSSES,
+    "algorithms.loss_functions": {**_LOSSES, _CALLS: f"{_LOSSES[_CALLS]} NLLLoss"},
     "algorithms.ppo": {
         _CALLS: "setup=setup_ppo ppo_train MasterConfig=ppo_config",
         "algorithms.config.ppo": "PPOConfig",
@@ -56,7 +57,9 @@ TABLE: dict[str, dict[str, str]] = {
         "algorithms.losses.divergence": "calculate_kl",
         "utils.seeds": "set_seed=seed_everything",
     },
+    "data": {"data.config": "DataConfig"},
     "data.datasets": {
+        _ENVIRONMENTS: "update_single_dataset_config merge_datasets",
         _CALLS: "load_response_dataset load_preference_dataset AllTaskProcessedDataset",
         "data.datasets.registry": "DATASET_REGISTRY",
     },
@@ -74,10 +77,21 @@ TABLE: dict[str, dict[str, str]] = {
         "data.rows.example_processors": "sft_processor",
     },
     "data.utils": {_CALLS: "setup_response_data setup_preference_data"},
+    "distributed.ray_actor_environment_registry": {
+        _ENVIRONMENTS: "ACTOR_ENVIRONMENT_REGISTRY get_actor_python_env",
+    },
     "distributed.virtual_cluster": {_CALLS: "PY_EXECUTABLES", "utils.config": "ClusterConfig"},
     "environments.code_environment": {
         "environments.code.environment": "CodeEnvironment",
         "environments.config": "CodeEnvConfig=CodeEnvironmentConfig",
+    },
+    "environments.code_jaccard_environment": {
+        "environments.code.environment": "CodeJaccardEnvironment",
+        "environments.config": "CodeJaccardEnvConfig=CodeJaccardEnvironmentConfig",
+    },
+    "environments.dapo_math_verifier": {
+        _ENVIRONMENTS: "compute_score verify is_correct_minerva last_boxed_only_string remove_boxed",
+        "environments.math.published": "normalize_final_answer=minerva_normalize",
     },
     "environments.math_environment": {
         "environments.math.environment": "MathEnvironment MathEnvironmentMetadata=MathMetadata "
@@ -88,14 +102,23 @@ TABLE: dict[str, dict[str, str]] = {
         "environments.reward_model": "RewardModelEnvironment",
         "environments.config": "RewardModelEnvironmentConfig",
     },
-    "environments.games.sliding_puzzle": {"environments.sliding_puzzle": "SlidingPuzzleEnv SlidingPuzzleMetadata"},
+    "environments.games.sliding_puzzle": {
+        _ENVIRONMENTS: "SlidingPuzzleConfig SlidingPuzzleGameLogic",
+        "environments.sliding_puzzle": "SlidingPuzzleEnv SlidingPuzzleMetadata",
+    },
+    "environments.metrics": {_ENVIRONMENTS: "calculate_pass_rate_per_prompt"},
     "environments.utils": {
         _CALLS: "chunk_list_to_workers",
         "environments.config": "ENV_REGISTRY",
         "environments.registry": "create_env register_env",
     },
+    "evals.answer_parsing": {
+        _ENVIRONMENTS: "MULTILINGUAL_ANSWER_REGEXES MULTILINGUAL_ANSWER_PATTERN_TEMPLATE",
+        "environments.math.published": "normalize_response=without_marks normalize_extracted_answer=latin_letters",
+    },
     "experience.rollouts": {_CALLS: "run_multi_turn_rollout run_async_multi_turn_rollout=run_multi_turn_rollout"},
     "models.generation": {_CALLS: "configure_generation_config"},
+    "models.generation.vllm": {_CALLS: "VllmGeneration", "models.generation.config": "VllmConfig"},
     "utils.checkpoint": {"utils.checkpoint.manager": "CheckpointManager"},
     "utils.config": {
         _CALLS: "OverridesError load_config load_config_with_inheritance=load_config parse_hydra_overrides",

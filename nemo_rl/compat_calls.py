@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
+from nemo_rl.algorithms.losses import nll
 from nemo_rl.algorithms.losses.aggregate import divide_by_count
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.plan.advantages import GroupRewards, centred, compute_advantages, deviation
 from nemo_rl.config.loader import build_config, build_section, register_omegaconf_resolvers
 from nemo_rl.config.sources import load_tree
@@ -244,12 +244,12 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 
 class NLLLossFn:
-    """`NLLLoss` of a batch by name, [B, S] each, and next-token log-probabilities [B, S - 1]."""
+    """`nll.NLLLoss` of a batch by name, [B, S] each, and next-token log-probabilities [B, S - 1]."""
 
     inputs_type: type[LossInputs] = LossInputs
 
     def __init__(self) -> None:
-        self.loss: LossFunction = NLLLoss()
+        self.loss: LossFunction = nll.NLLLoss()
 
     def __call__(
         self,
@@ -298,11 +298,15 @@ PreferenceLossFn = partial(_refuse, f"PreferenceLossFn: {_PAIRS}.PreferenceLoss"
 DistillationLossFn = partial(
     _refuse, f"DistillationLossFn reads the student's head; use {_LOSSES}.distillation.DistillationLoss"
 )
+NLLLoss = partial(_refuse, f"NLLLoss reads logits, and losses here logprobs; use NLLLossFn, or {_LOSSES}.nll.NLLLoss")
 _DATA = "use nemo_rl.data.rows.setup"
 setup_response_data = partial(_refuse, f"setup_response_data: {_DATA}.setup_data(config.data)")
 setup_preference_data = partial(_refuse, f"setup_preference_data: {_DATA}.setup_examples(config.data)")
 configure_generation_config = partial(
     _refuse, "configure_generation_config: nothing has to be filled in; a run reads policy.generation as it stands"
+)
+VllmGeneration = partial(
+    _refuse, "VllmGeneration: a run starts its engines itself; use nemo_rl.algorithms.parts.engines.PolicyAndEngines"
 )
 run_multi_turn_rollout = partial(
     _refuse,

@@ -14,6 +14,7 @@ Shape suffixes used across the package: B samples of a micro-batch, S padded seq
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -72,6 +73,13 @@ class Prompt:
     row: Mapping[str, Any]  # the raw row of the dataset
     idx: int
     task_name: str
+
+
+def row_number(prompt_id: str) -> int:
+    """The row index of a prompt id, or of a group id, which ends with one."""
+    found = re.search(r":(\d+)(/\d+)?$", prompt_id)
+    assert found is not None, prompt_id
+    return int(found[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +172,7 @@ class EnvironmentStep:
     observation: dict[str, Any]  # role and content of the next message; a content may be parts, with images
     reward: float  # the sum, where there are several
     terminated: bool
-    metadata: Any  # passed to the next step of the conversation
+    metadata: Any  # passed to the next step of the conversation; None keeps the metadata of this step
     next_stop_strings: Sequence[str] | None = None  # for the next turn; None keeps the present ones
     answer: str | None = None  # extracted from the conversation
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -113,6 +113,7 @@ def _built[M: BaseModel](
         config = model.model_validate(tree.values)
         if not problems:
             if translator is not None and translator.remarks:
+                translator.differences_of(config)
                 number = len(translator.remarks)
                 remarks = "1 remark" if number == 1 else f"{number} remarks"
                 logger.warning("the configuration is in NeMo RL's form: it loads, with %s (see --remarks)", remarks)

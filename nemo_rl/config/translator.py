@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from nemo_rl.config import translations as table
 from nemo_rl.config.errors import KeyPath, Location, Problem, as_yaml, dotted
@@ -293,7 +294,6 @@ class Translator:
         if dropped or self.remarks:
             self._saves()
             self._verifier()
-            self._own_environments()
             for condition, (key, text) in table.DIFFERENCES.items():
                 if self._holds(condition, ()):
                     self.remark(tuple(key.split(".")), text)
@@ -336,18 +336,16 @@ class Translator:
                 if path[-2] == "freeze_config" and not self.tree.get(path[:-1]):
                     self.tree.delete(path[:-1])
 
-    def _own_environments(self) -> None:
-        """Environments that a file for NeMo RL names by import path get other messages here."""
-        env = self.tree.values.get("env")
-        for name, section in env.items() if isinstance(env, dict) else ():
-            path = section.get("type", name) if isinstance(section, dict) else ""
-            is_own = isinstance(path, str) and ("." in path or ":" in path)
-            if is_own and not section.get("raw_text") and ("env", name, "raw_text") not in self.tree.locations:
-                self.remark(
-                    ("env", name),
-                    "gets messages without what the chat template adds, and its observations go through the template; "
-                    "NeMo RL gives it rendered prompts and appends observations as they are: raw_text: true",
-                )
+    def differences_of(self, section: Any, path: KeyPath = ()) -> None:
+        """Remark on what sections say of themselves in `in_nemo_rl`, unless the file states the key."""
+        if isinstance(section, BaseModel):
+            for rule, text in vars(type(section)).get("in_nemo_rl", {}).items():
+                key = rule.removeprefix("not ")
+                if holds(rule, section) and (*path, key) not in self.tree.locations:
+                    self.remark(path, text)
+        named = section.items() if isinstance(section, dict) else section if isinstance(section, BaseModel) else ()
+        for name, entry in named:
+            self.differences_of(entry, (*path, name))
 
     def _saves(self) -> None:
         """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""

@@ -18,16 +18,33 @@ from numbers import Real
 from pickle import PicklingError
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.distributed.batched_calls import BatchedCalls
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.errors import ACTOR_DEATHS, death_text
-from nemo_rl.environments.interfaces import MESSAGE_KEYS, EnvironmentInterface, EnvironmentReturn, mean_metrics, total
-from nemo_rl.types import EnvironmentFailure, EnvironmentStep, LLMMessageLogType, Sample, SampleStatus, are_stop_strings
+from nemo_rl.environments.interfaces import (
+    MESSAGE_KEYS,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    FinishedSamples,
+    mean_metrics,
+    total,
+)
+from nemo_rl.types import (
+    EnvironmentFailure,
+    EnvironmentStep,
+    LLMMessageLogType,
+    Sample,
+    SampleStatus,
+    are_stop_strings,
+    row_number,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +55,7 @@ MAX_GROUPS_REMEMBERED = 100_000
 MAX_EXCERPT = 120  # characters
 _UNSENDABLE = (PicklingError, TypeError, ValueError, LookupError, AttributeError, RuntimeError)  # of pickling
 PART_TYPES = ("text", "image", "image_url")  # of a content that is a list
+OPTIONAL_LISTS = ("next_stop_strings", "answers", "failures", "metrics")  # of a return; None is a list of None
 
 
 class StepRefused(Exception):
@@ -80,6 +98,7 @@ class EnvironmentClient:
         self.step_timeout_s = step_timeout_s
         self._steps = BatchedCalls(self._answer, one_at_a_time=True)
         self._may_repeat: bool | None = None  # None: it was not asked yet
+        self._told = set[str]()  # metrics of which it was said that they are no numbers
         self._ended_at: float | None = None  # when the process was ended; None once the next one answers
 
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
@@ -93,25 +112,50 @@ class EnvironmentClient:
         return await request.result
 
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """The metrics of `global_post_process_and_metrics`.
+        """The metrics of `global_post_process_and_metrics`; one that is no number is left out, with a warning.
 
-        EnvironmentFailure when it raises or dies twice in a row, or takes longer than a step may.
+        EnvironmentFailure when it raises or dies twice in a row, takes longer than a step may, or returns no metrics.
+        An absent field of the batch is absent the second time, too, so its KeyError is told at once.
         """
         try:
             try:
-                return await self._post_process(batch)
+                found = await self._post_process(batch)
             except RayError as error:
+                if isinstance(cause_of(error), KeyError):
+                    raise
                 logger.warning("environment %s: metrics are asked for again: %r", self.name, cause_of(error))
                 await self._restarted()
-                return await self._post_process(batch)
+                found = await self._post_process(batch)
         except (RayError, TimeoutError, _ActorDied) as error:
-            problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {cause_of(error)!r}"
-            raise EnvironmentFailure(problem) from error
+            cause = cause_of(error)
+            fields = f"; the batch has {', '.join(batch)}" if isinstance(cause, KeyError) else ""
+            raise EnvironmentFailure(f"{self._metrics_failed}: {cause!r}{fields}") from error
+        if not isinstance(found, Mapping):
+            raise EnvironmentFailure(f"{self._metrics_failed}: it returned {_describe(found)}, not numbers by name")
+        return self._numbers(found)
 
-    async def _post_process(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+    @property
+    def _metrics_failed(self) -> str:
+        return f"environment {self.name!r}: global_post_process_and_metrics failed"
+
+    async def _post_process(self, batch: BatchedDataDict[Any]) -> Any:
         # Two results, of which the batch stays where it is.
-        _, ref = self.actor.global_post_process_and_metrics.options(num_returns=2).remote(batch)
-        return await asyncio.wait_for(ref, self.step_timeout_s)
+        kept, ref = self.actor.global_post_process_and_metrics.options(num_returns=2).remote(batch)
+        try:
+            return await asyncio.wait_for(ref, self.step_timeout_s)
+        except RayError:
+            await asyncio.gather(kept, return_exceptions=True)  # or Ray logs a traceback of what nobody asked for
+            raise
+
+    def _numbers(self, metrics: Mapping[Any, Any]) -> dict[str, float]:
+        """Numbers and tensors of one number."""
+        plain = {str(name): value.item() if _is_one_number(value) else value for name, value in metrics.items()}
+        for name in [name for name, value in plain.items() if not isinstance(value, Real)]:
+            value = plain.pop(name)
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning("environment %r: metric %r is no number, and left out: %.80r", self.name, name, value)
+        return {name: float(value) for name, value in plain.items()}
 
     async def _answer(self, batch: list[_Request], *, is_repeated: bool = False) -> None:
         try:
@@ -215,11 +259,13 @@ class EnvironmentClient:
 class EnvironmentPool:
     """The actors of one environment. They take groups of samples in turn; an episode stays on its actor.
 
-    A slow batch delays the episodes of its own actor only.
+    A slow batch delays the episodes of its own actor only. `of_nemo_rl`: see `finished_samples`.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any], step_timeout_s: float) -> None:
+    def __init__(self, name: str, actors: Sequence[Any], step_timeout_s: float, *, of_nemo_rl: bool = False) -> None:
         self.name = name
+        self.of_nemo_rl = of_nemo_rl
+        self._told = set[str]()
         self.clients = [EnvironmentClient(name, actor, step_timeout_s) for actor in actors]
         turns = itertools.cycle(range(len(actors)))
         self._actor_of = lru_cache(MAX_GROUPS_REMEMBERED)(lambda group_id: next(turns))
@@ -233,20 +279,9 @@ class EnvironmentPool:
         """The means of the `metrics` of (group id, sample) pairs, and the metrics of the actors.
 
         Each actor sees the groups that it answered. Of several actors, metrics are averaged, weighted by their numbers
-        of samples; those called `num_...` are added up. A failure is logged and gives no metrics.
+        of samples; those called `num_...` are added up. A failure is logged once and gives no metrics.
         """
-        metas = [sample.meta for _, sample in samples]
-        content = {  # tensors are [B]
-            "group_id": [group_id for group_id, _ in samples],
-            "text": [sample.messages[0]["content"] for _, sample in samples],
-            "message_log": [sample.messages for _, sample in samples],
-            "metrics": [sample.metrics for _, sample in samples],
-            "rewards": torch.tensor([meta.reward for meta in metas]),
-            "is_end": torch.tensor([meta.status is SampleStatus.COMPLETED for meta in metas]),
-            "prompt_lengths": torch.tensor([meta.num_prompt_tokens for meta in metas]),
-            "generation_lengths": torch.tensor([meta.num_generated_tokens for meta in metas]),
-        }
-        batch = BatchedDataDict[Any](content)
+        batch = finished_samples(samples, of_nemo_rl=self.of_nemo_rl)
         numbers = [self._actor_of(group_id) for group_id, _ in samples]
         rows = {number: [i for i, mine in enumerate(numbers) if mine == number] for number in sorted(set(numbers))}
         try:
@@ -254,7 +289,9 @@ class EnvironmentPool:
                 *(self.clients[number].metrics(batch.select_indices(of_actor)) for number, of_actor in rows.items())
             )
         except EnvironmentFailure as failure:  # training can continue without these metrics
-            logger.warning("%s", failure)
+            if str(failure) not in self._told:  # the next steps would repeat it
+                self._told.add(str(failure))
+                logger.warning("%s", failure)
             return {}
         sizes = [len(of_actor) for of_actor in rows.values()]
         joined = mean_metrics(sample.metrics for _, sample in samples)
@@ -266,9 +303,43 @@ class EnvironmentPool:
         return joined
 
 
+TENSORS = frozenset({"text", "rewards", "total_reward", "is_end", "prompt_lengths", "generation_lengths"})
+"""Fields of a batch of finished samples; the others are lists."""
+
+
+def finished_samples(samples: Sequence[tuple[str, Sample]], *, of_nemo_rl: bool = False) -> FinishedSamples:
+    """The batch of `global_post_process_and_metrics` from (group id, sample) pairs.
+
+    Tensors are [B], and `text` has the tokens of the prompts, int64 [B, longest prompt], 0 behind shorter ones.
+    `of_nemo_rl`: `rewards` are [B, n] where samples have n of them, and `generation_lengths` count the prompt, too.
+    """
+    metas = [sample.meta for _, sample in samples]
+    prompts = [torch.from_numpy(sample.token_ids[: sample.meta.num_prompt_tokens]) for _, sample in samples]
+    total_reward = torch.tensor([meta.reward for meta in metas])
+    prompt_lengths = torch.tensor([meta.num_prompt_tokens for meta in metas])
+    generated = torch.tensor([meta.num_generated_tokens for meta in metas])
+    several = of_nemo_rl and len({len(meta.reward_parts) for meta in metas} | {0}) == 2
+    return BatchedDataDict[Any](
+        group_id=[group_id for group_id, _ in samples],
+        idx=[row_number(group_id) for group_id, _ in samples],
+        text=pad_sequence(prompts, batch_first=True),
+        message_log=[sample.messages for _, sample in samples],
+        metrics=[sample.metrics for _, sample in samples],
+        rewards=torch.tensor([meta.reward_parts for meta in metas]) if several else total_reward,
+        total_reward=total_reward,
+        is_end=torch.tensor([meta.status is SampleStatus.COMPLETED for meta in metas]),
+        prompt_lengths=prompt_lengths,
+        generation_lengths=generated + prompt_lengths if of_nemo_rl else generated,
+    )
+
+
 def _may_repeat_step(environment: EnvironmentInterface[Any]) -> bool:
     """Runs in the actor's process."""
     return environment.may_repeat_step
+
+
+def _is_one_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1
 
 
 def cause_of(error: Exception) -> Exception:
@@ -286,8 +357,8 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         raise StepRefused(f"environment {name!r} returned a {type(returned).__name__}, not an EnvironmentReturn")
     result = EnvironmentReturn(*fields)
     lists = result._asdict()
-    lists |= {name: [None] * size for name in ("answers", "failures", "metrics") if lists[name] is None}
-    rewards = _numbers(lists.pop("rewards"), "rewards", size, name)
+    lists |= {field: [None] * size for field in OPTIONAL_LISTS if lists[field] is None}
+    rewards = _rewards(lists.pop("rewards"), size, name)
     [terminateds] = _numbers(lists.pop("terminateds"), "terminateds", size, name).T.tolist()
     for field_name, values in lists.items():
         if not isinstance(values, list | tuple) or len(values) != size:
@@ -365,6 +436,15 @@ def _content(content: Any, name: str) -> Any:
             )
         parts.append({"type": "text", "text": _content(str(part["text"]), name)} if kind == "text" else dict(part))
     return parts
+
+
+def _rewards(values: Any, size: int, name: str) -> torch.Tensor:
+    """float64 [B, n]; the columns of named rewards are in the order of their names."""
+    if not isinstance(values, Mapping):
+        return _numbers(values, "rewards", size, name)
+    if not values:
+        raise StepRefused(f"environment {name!r}: rewards must have at least one name, got an empty mapping")
+    return torch.cat([_numbers(values[key], f"rewards[{key!r}]", size, name) for key in sorted(values, key=str)], dim=1)
 
 
 def _numbers(values: Any, field_name: str, size: int, name: str) -> torch.Tensor:

@@ -96,8 +96,10 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
             if not all(name in sample for sample in batch["metrics"]):  # samples of a checkpoint without metrics
                 continue
             prefix = f"{name}/"
+            rewards = torch.tensor([sample[name] for sample in batch["metrics"]])
             own = {
-                "rewards": torch.tensor([sample[name] for sample in batch["metrics"]]),
+                "rewards": rewards,
+                "total_reward": rewards,
                 "metrics": [
                     {key.removeprefix(prefix): value for key, value in sample.items() if key.startswith(prefix)}
                     for sample in batch["metrics"]

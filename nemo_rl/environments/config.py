@@ -573,6 +573,14 @@ class EnvironmentConfig(Actors):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
+    in_nemo_rl: ClassVar = {
+        "not raw_text": (
+            "gets messages without what the chat template adds, and its observations go through the template; NeMo RL "
+            "gives it rendered prompts and appends observations as they are: raw_text: true"
+        ),
+    }
+    """Condition of a rule -> how NeMo RL differs; a remark for its files."""
+
     type: Annotated[str, accepted_by(check_supported)]
     """Registry name or import path, e.g. `my_package.envs:MyEnv`; absent: the name of the section."""
 

@@ -22,9 +22,12 @@ class EnvironmentReturn[MetadataT](NamedTuple):
     # {"role": "environment", "content": ...}: the next message of each conversation. A content is a text or a list of
     # parts, {"type": "text", "text"} and {"type": "image", "image": SOURCE}, as in rows with images.
     observations: list[dict[str, Any]]
-    metadata: list[MetadataT]  # passed to the next step of the same conversation
-    next_stop_strings: list[list[str] | None] | list[None]  # for the next turn; None keeps the present ones
-    rewards: torch.Tensor  # [B], or [B, n] for n rewards each; an episode's turns are summed, and so are the n
+    # Passed to the next step of the same conversation; None keeps the metadata of this step.
+    metadata: list[MetadataT] | list[MetadataT | None]
+    # For the next turn; None keeps the present ones, and None in place of the list those of all conversations.
+    next_stop_strings: list[list[str] | None] | list[None] | None
+    # [B], or [B, n] or a mapping of n names to [B] for n rewards each. An episode's turns are summed, and so are the n.
+    rewards: torch.Tensor | Mapping[str, torch.Tensor]
     terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
     answers: list[str | None] | None = None  # extracted answers, for majority voting
     failures: list[str | None] | None = None  # the reason why a conversation has no outcome: it gets no reward
@@ -77,7 +80,10 @@ class EnvironmentInterface[MetadataT](ABC):
 
     @abstractmethod
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
-        """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`."""
+        """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`.
+
+        `client.finished_samples` has the fields of the batch.
+        """
 
     def shutdown(self) -> None:  # noqa: B027
         """Free what the environment holds outside of its process. Called once, when the run ends, however it ends.

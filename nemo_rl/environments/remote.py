@@ -31,7 +31,15 @@ from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, as_return, excerpt, step_each
+from nemo_rl.environments.client import (
+    TENSORS,
+    EnvironmentFailure,
+    EnvironmentStep,
+    Outcome,
+    as_return,
+    excerpt,
+    step_each,
+)
 from nemo_rl.environments.config import RemoteEnvironmentConfig
 from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
 from nemo_rl.environments.interfaces import (
@@ -108,7 +116,7 @@ class StepRequest(Versioned):
 
 
 class MetricsRequest(Versioned):
-    """Finished samples: message_log, metrics, rewards, is_end, group_id, text, prompt_lengths, generation_lengths."""
+    """Finished samples, with the fields of `client.finished_samples`."""
 
     request_id: str = Field(min_length=1)
     batch: dict[str, list[Any]]
@@ -426,9 +434,8 @@ class EnvironmentServer:
 
     def _metrics(self, request: MetricsRequest) -> dict[str, Any]:
         batch = BatchedDataDict[Any](request.batch)
-        for name, values in request.batch.items():
-            if all(isinstance(value, bool | int | float) for value in values):  # as the environment gives it
-                batch[name] = torch.tensor(values)
+        for name in TENSORS & batch.keys():  # as the environment gets them in a run
+            batch[name] = torch.tensor(batch[name])
         _, metrics = self._environment.submit(self.environment.global_post_process_and_metrics, batch).result()
         found = {name: float(value) for name, value in metrics.items()}
         if bad := [name for name, value in found.items() if not math.isfinite(value)]:

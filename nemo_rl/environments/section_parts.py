@@ -44,8 +44,9 @@ class Actors(BaseModel):
     requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's."""
 
     raw_text: bool = False
-    """The contract of NeMo RL: prompts as the chat template renders them, and observations that join the tokens without
-    it. false: messages without what the template adds, and observations through the template."""
+    """The contract of NeMo RL: prompts as the chat template renders them, observations that join the tokens without it,
+    and its batch in `global_post_process_and_metrics`. false: messages without what the template adds, and observations
+    through the template."""
 
 
 class ActorsConfig(Actors, StrictModel):

@@ -146,8 +146,8 @@ async def run_episode(
     observation after which no token could be sampled is dropped.
 
     The environment's latest `next_stop_strings` take precedence over the `stop_strings` of the datum, and these over
-    `sampling`. An empty list means no stop strings; None changes nothing. The sample's answer and
-    metrics are the environment's of the last turn.
+    `sampling`. An empty list means no stop strings; None changes nothing. Metadata that are None keep those of the turn
+    before. The sample's answer and metrics are the environment's of the last turn.
 
     Messages of the prompt are plain: without what the chat template adds. `raw_text`: they are as it renders them.
     """
@@ -187,7 +187,8 @@ async def run_episode(
         )
         turns.append(turn)
         parts = [sum(pair) for pair in zip_longest(parts, step.reward_parts, fillvalue=0.0)]
-        metadata, answer, metrics = step.metadata, step.answer, step.metrics
+        metadata = metadata if step.metadata is None else step.metadata
+        answer, metrics = step.answer, step.metrics
         if completion.stop_reason is StopReason.LENGTH:
             hit_total_token_limit = len(transcript.token_ids) >= limits.max_total_tokens
             break

@@ -22,7 +22,7 @@ BY_LEVEL = (
     "distributed refit",
     "data environments models.policy models.generation",
     "refit.sync rollouts",
-    "algorithms evals report compat compat_calls",
+    "algorithms evals report compat compat_calls compat_environments",
 )
 LEVELS = {f"nemo_rl.{name}": level for level, names in enumerate(BY_LEVEL) for name in names.split()}
 

@@ -139,11 +139,57 @@ def test_losses_take_a_batch_by_name() -> None:
     assert loss.item() == -2
 
 
+def test_answers_are_scored_as_by_their_verifier() -> None:
+    verifier = theirs("environments.dapo_math_verifier")
+    for solution, truth, strict, score, found in (
+        ("so it is\nAnswer: $\\frac12$", "\\frac{1}{2}", False, 1.0, "\\frac{1}{2}"),
+        ("Answer: 4" + 300 * " ", "4", False, -1.0, None),  # the answer stands at the end
+        ("\\boxed{1} \\boxed{a{b}}", "a{b}", True, 1.0, "a{b}"),
+        ("\\boxed{1", "1", True, -1.0, None),
+    ):
+        found_here = verifier.compute_score(solution, truth, strict_box_verify=strict)
+        assert found_here == {"score": score, "acc": score > 0, "pred": found}
+    assert verifier.is_correct_minerva("Answer: 1,000", "so \\boxed{1000}", gt_need_extract=True) == (True, "1000")
+    parsing = theirs("evals.answer_parsing")
+    [german] = [word for word in parsing.MULTILINGUAL_ANSWER_REGEXES if "Antwort" in word]
+    pattern = parsing.MULTILINGUAL_ANSWER_PATTERN_TEMPLATE.format(german)
+    found = re.search(pattern, parsing.normalize_response("**Antwort: $Ｂ$**"))
+    assert found is not None and parsing.normalize_extracted_answer(found[1]) == "B"
+    prompts = torch.tensor([[1, 2], [1, 2], [3, 0], [3, 0], [4, 0]])
+    rate = theirs("environments.metrics").calculate_pass_rate_per_prompt
+    assert rate(prompts, torch.tensor([0.0, 1.0, 0.0, -1.0, 2.0])) == pytest.approx(2 / 3)
+
+
+def test_the_puzzle_is_played_without_an_environment() -> None:
+    game = theirs("environments.games.sliding_puzzle").SlidingPuzzleGameLogic
+    made = game.generate({"size": 3, "shuffle_moves": 5})
+    assert set(made) == {"size", "grid", "solution", "empty_pos", "commands"} and made["grid"] != made["solution"]
+    assert made["grid"][made["empty_pos"][0]][made["empty_pos"][1]] == 0 and "3x3" in game.init(made)
+    state = {**made, "size": 2, "grid": [[1, 2], [0, 3]], "empty_pos": (1, 0)}
+    for action, reward in (("view", 0), ("up", 0), ("slide 1 2", 0), ("slide 9 9", 0), ("left", 1), ("slide 2 2", 1)):
+        text, found, done, after = game.step(action, state)
+        assert (found, done) == (reward, reward == 1) and (text == game.render(state)) == (action == "view")
+        assert after["grid"] == ([[1, 2], [3, 0]] if done else state["grid"])
+    assert game.step("down", state)[3]["empty_pos"] == (0, 0)
+
+
+def test_pythons_of_actors_and_defaults_of_datasets() -> None:
+    registry = theirs("distributed.ray_actor_environment_registry")
+    assert registry.get_actor_python_env("nemo_rl.environments.math.environment.MathEnvironment") == sys.executable
+    with pytest.raises(ValueError, match="no Python is registered for 'a.B'"):
+        registry.get_actor_python_env("a.B")
+    section = {"processor": "mine"}
+    theirs("data.datasets").update_single_dataset_config(section, {"processor": "default", "env_name": "math"})
+    assert section == {"processor": "mine", "env_name": "math"}
+    assert theirs("algorithms.loss.interfaces").LossType.TOKEN_LEVEL.value == "token_level"
+
+
 def test_a_call_that_means_something_else_names_ours() -> None:
     for module, name, ours in (
         ("grpo", "setup", "nemo_rl.algorithms.grpo.run_grpo(config)"),
         ("sft", "sft_train", "nemo_rl.algorithms.supervised.run_sft(config)"),
         ("loss", "DPOLossFn", "nemo_rl.algorithms.losses.preference.DPOLoss"),
+        ("loss_functions", "NLLLoss", "nemo_rl.algorithms.losses.nll.NLLLoss"),
     ):
         with pytest.raises(TypeError, match=re.escape(ours)):
             getattr(theirs(f"algorithms.{module}"), name)({}, None)

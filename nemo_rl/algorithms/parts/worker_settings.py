@@ -5,7 +5,7 @@ All of this is pickled. The worker's process imports this module, and none of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,26 +56,39 @@ def worker_settings(
             max_calls=limits.max_turns,
             env_step_timeout_s=env_step_timeout_s,
         )
+    of_nemo_rl = frozenset(name for name in environments if raw_text(env[name]))
     return RolloutWorkerSettings(
         process=process,
         decode=partial(decode, process.tokenizer),
         survives_text=partial(survives_text, process.tokenizer),
         render=ObservationRenderer(process.tokenizer, process.images),
         open_images=None if process.images is None else open_images,
-        connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
+        connect_environments=partial(
+            connect_environments, environments, task_to_env, env_step_timeout_s, of_nemo_rl=of_nemo_rl
+        ),
         limits=limits,
         run_seed=seed,
-        raw_text=frozenset(task for task, name in task_to_env.items() if name in environments and raw_text(env[name])),
+        raw_text=frozenset(task for task, name in task_to_env.items() if name in of_nemo_rl),
         engine_timeout_s=worker_timeout_s / 2,
         connect_agents=connect_agents,
     )
 
 
 def connect_environments(
-    actors: Mapping[str, Sequence[Any]], task_to_env: Mapping[str, str], step_timeout_s: float
+    actors: Mapping[str, Sequence[Any]],
+    task_to_env: Mapping[str, str],
+    step_timeout_s: float,
+    *,
+    of_nemo_rl: Collection[str] = (),
 ) -> dict[str, EnvironmentPool]:
-    """Environments by task name. One pool per environment, so that all its episodes share batches."""
-    environments = {name: EnvironmentPool(name, handles, step_timeout_s) for name, handles in actors.items()}
+    """Environments by task name. One pool per environment, so that all its episodes share batches.
+
+    `of_nemo_rl`: those with the contract of NeMo RL.
+    """
+    environments = {
+        name: EnvironmentPool(name, handles, step_timeout_s, of_nemo_rl=name in of_nemo_rl)
+        for name, handles in actors.items()
+    }
     return {task: environments[name] for task, name in task_to_env.items()}
 
 

@@ -69,13 +69,28 @@ _ELSEWHERE = {**LETTERS, **dict(zip("অবডঢ", "ABCD", strict=True)), **dic
 
 def multilingual_letter(response: str, options: str) -> str | None:
     """The letter behind the first word for "answer", by the order of the words and not of the response."""
-    for mark in (*_REMOVED, "\\boxed"):
-        response = response.replace(mark, "")
+    response = without_marks(response)
     for word in WORDS.split():
-        found = re.search(rf"(?i){word}[ \t]*([{_letters(options)}أ-دঅবডঢＡＢＣＤ])", response)
-        if found:
+        if found := re.search(multilingual_pattern(word, options), response):
             return _ELSEWHERE.get(found[1], found[1].upper())
     return None
+
+
+def without_marks(response: str) -> str:
+    """The response without marks of Markdown and LaTeX."""
+    for mark in (*_REMOVED, "\\boxed"):
+        response = response.replace(mark, "")
+    return response
+
+
+def multilingual_pattern(word: str, options: str) -> str:
+    """A pattern of `word` and a letter behind it, in the scripts of several languages."""
+    return rf"(?i){word}[ \t]*([{_letters(options)}أ-دঅবডঢＡＢＣＤ])"
+
+
+def latin_letters(answer: str) -> str:
+    """The answer with the letters of other scripts as A to D."""
+    return "".join(_ELSEWHERE.get(letter, letter) for letter in answer).strip()
 
 
 def _letters(options: str) -> str:

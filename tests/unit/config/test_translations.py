@@ -12,7 +12,8 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.config.rules import value_of
-from nemo_rl.environments.config import CompositeEnvironmentConfig
+from nemo_rl.environments.config import ENV_REGISTRY, CompositeEnvironmentConfig
+from nemo_rl.environments.registry import register_env
 from nemo_rl.environments.rewards import find_reward_function, load_reward
 from tests.tables import cases
 from tests.unit.config.run_configs import MASTERS, MINIMAL
@@ -269,11 +270,15 @@ def test_an_environment_of_somebody_else_is_told_which_messages_it_gets(caplog: 
     own: dict[str, Any] = {
         "env": {"game": {"type": "games:Maze", "size": 3}, "raw": {"type": "g.Chess", "raw_text": True}}
     }
+    own["env"] |= {"maze of this test": {"size": 3, "stop_strings": ["</move>"]}}  # its keys are its own
+    register_env("maze of this test", "games.Maze")
     for tree, is_told in ((merged(MINIMAL, own), False), (merged(MINIMAL, THEIRS, own), True)):
         caplog.clear()
         assert build_config(GRPOMasterConfig, tree).env["raw"].raw_text
-        assert ("env.game: gets messages without what the chat template adds" in caplog.text) == is_told
+        told = "env.game, env.maze of this test: gets messages without what the chat template adds"
+        assert (told in caplog.text) == is_told
         assert ("raw_text: true" in caplog.text) == is_told and "env.raw" not in caplog.text
+    del ENV_REGISTRY["maze of this test"]
 
 
 def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptureFixture) -> None:

@@ -137,7 +137,14 @@ class Measuring(FakeActor):
         return self
 
     def remote(self, batch):
-        return batch, self._answer(batch, None)
+        return Kept(), self._answer(batch, None)
+
+
+class Kept:
+    """The reference of a result that stays where it is."""
+
+    def __await__(self):
+        yield from ()
 
 
 def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
@@ -155,8 +162,8 @@ def test_metrics_of_samples_are_averaged_however_many_actors_there_are_and_count
 
     def measured(*actors: Any) -> dict[str, float]:
         pool = EnvironmentPool("maze", actors, 5)
-        samples = [("a", of(num_tries=1.0)), ("b", of(num_tries=2.0, hits=1.0)), ("a", of(hits=0.0))]
-        return asyncio.run(pool.metrics([*samples, ("a", of(num_tries=3.0))]))
+        samples = [("a:0", of(num_tries=1.0)), ("b:1", of(num_tries=2.0, hits=1.0)), ("a:0", of(hits=0.0))]
+        return asyncio.run(pool.metrics([*samples, ("a:0", of(num_tries=3.0))]))
 
     whole = Measuring(accuracy=0.5, num_programs=8.0, **{"math/num_verifications": 4.0})
     expected = {"num_tries": 2.0, "hits": 0.5, "accuracy": 0.5, "num_programs": 8.0, "math/num_verifications": 4.0}
