@@ -153,7 +153,7 @@ def test_answers_are_scored_as_by_their_verifier() -> None:
     parsing = theirs("evals.answer_parsing")
     [german] = [word for word in parsing.MULTILINGUAL_ANSWER_REGEXES if "Antwort" in word]
     pattern = parsing.MULTILINGUAL_ANSWER_PATTERN_TEMPLATE.format(german)
-    found = re.search(pattern, parsing.normalize_response("**Antwort: $Ｂ$**"))
+    found = re.search(pattern, parsing.normalize_response("**Antwort: $\uff22$**"))
     assert found is not None and parsing.normalize_extracted_answer(found[1]) == "B"
     prompts = torch.tensor([[1, 2], [1, 2], [3, 0], [3, 0], [4, 0]])
     rate = theirs("environments.metrics").calculate_pass_rate_per_prompt
@@ -176,7 +176,7 @@ def test_the_puzzle_is_played_without_an_environment() -> None:
 def test_pythons_of_actors_and_defaults_of_datasets() -> None:
     registry = theirs("distributed.ray_actor_environment_registry")
     assert registry.get_actor_python_env("nemo_rl.environments.math.environment.MathEnvironment") == sys.executable
-    with pytest.raises(ValueError, match="no Python is registered for 'a.B'"):
+    with pytest.raises(ValueError, match=r"no Python is registered for 'a\.B'"):
         registry.get_actor_python_env("a.B")
     section = {"processor": "mine"}
     theirs("data.datasets").update_single_dataset_config(section, {"processor": "default", "env_name": "math"})

@@ -268,6 +268,21 @@ def ranked_row(row: Row) -> Row:
     return pair if best["rank"] != worst["rank"] else {**pair, "tie": "completions"}
 
 
+def both_preference_forms(row: Row) -> dict[str, Any]:
+    """A pair with `context` and `completions`, too: the inverse of `ranked_row`, for processors that read these.
+
+    Answers of a `tie` both have rank 0. Other rows, and pairs whose prompt is in no column, are as they were.
+    """
+    forms = dict(row)
+    has_prompt = row.get("prompt") is not None and "completions" not in row
+    if has_prompt and isinstance(row.get("chosen"), str | list) and isinstance(row.get("rejected"), str | list):
+        prompt, *answers = split_preference(row)
+        worse = 0 if row.get("tie") else 1
+        forms["context"] = prompt
+        forms["completions"] = [{"rank": n * worse, "completion": answer} for n, answer in enumerate(answers)]
+    return forms
+
+
 def keyed_row(row: Row, *, prompt_key: str, chosen_key: str, rejected_key: str, tool_key: str) -> Row:
     """The row with columns renamed to `prompt`, `chosen`, `rejected` and `tools`; those without a value are omitted."""
     named = {"prompt": prompt_key, "chosen": chosen_key, "rejected": rejected_key, "tools": tool_key}

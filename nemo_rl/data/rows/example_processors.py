@@ -1,6 +1,7 @@
 """Processors of rows to learn from: a row -> the tokens of one conversation (SFT) or of two (preferences).
 
-`(datum_dict, task_data_spec, tokenizer, max_seq_length, idx, *, add_bos, add_eos, add_generation_prompt)` returns an
+`(datum_dict, task_data_spec, tokenizer, max_seq_length, idx, *, add_bos, add_eos, add_generation_prompt)` gets those of
+the three flags that it takes, and returns an
 `ExampleDatum` or a `PreferenceDatum`. A row has the form that its dataset gave it: `messages` (and `tools`),
 `input_ids` (and `labels`), or `prompt`, `chosen` and `rejected`.
 

@@ -22,6 +22,7 @@ import transformers
 
 from nemo_rl.data.chat.images import images_of_log
 from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
+from nemo_rl.data.datasets.examples import both_preference_forms
 from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
 from nemo_rl.data.rows.example_processors import DIFFERENT_QUESTIONS, Problem
 from nemo_rl.data.rows.processors import FLAGS, NUM_STUB_TOKENS
@@ -76,7 +77,7 @@ class ExampleMaker(RowReader):
         token that the tokenizer does not have.
         """
         task = self.tasks[prompt.task_name]
-        datum, pixels = self.process(prompt, dict, **self.flags)
+        datum, pixels = self.process(prompt, both_preference_forms, **self.flags)
         names = PAIR if "message_log_chosen" in datum else ("",)
         logs = [datum[f"message_log_{name}" if name else "message_log"] for name in names]
         examples = [self._example(_sample_id(prompt, name), log) for name, log in zip(names, logs, strict=True)]

@@ -1,18 +1,18 @@
 """Processors of prompts, and the registry of all processors.
 
 A processor of prompts is `(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`. A processor of
-examples to learn from also takes three flags; see `example_processors.py`. `data.default.processor` names one by its
+examples to learn from may also take three flags; see `example_processors.py`. `data.default.processor` names one by its
 registry name or import path (`my_package.module:function`).
 
-A row of a prompt has `problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave
-(`both_forms`). The chat template shows the row's `tools`, else the tools of `data.default.tools_file`; the environment
-gets them, too.
+Every row has `task_name`, the name of its task. A row of a prompt has `problem` and `expected_answer` as well as
+`messages`, whichever of them the dataset gave (`both_forms`). The chat template shows the row's `tools`, else the tools
+of `data.default.tools_file`; the environment gets them, too.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -294,10 +294,16 @@ def both_forms(row: Row) -> dict[str, Any]:
 
 
 def forms_of_table(row: Row) -> dict[str, Any]:
-    """As `both_forms`, for a row as its dataset gives it. Raises ValueError if its `problem` is another question."""
+    """As `both_forms`, for a row as its dataset gives it; one with `options` has `question` and `answer`, too.
+
+    Raises ValueError if its `problem` is another question.
+    """
     forms = both_forms(row)
     if "problem" in row:
         _require_one_question(row, "problem")
+    if "options" in forms:
+        named = {"question": "problem", "answer": "expected_answer"}
+        forms = {**{name: forms[column] for name, column in named.items() if column in forms}, **forms}
     return forms
 
 
@@ -356,7 +362,7 @@ def register_processor(name: str, processor: Callable[..., Any]) -> None:
 def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any]:
     """The processor of a registry name or an import path.
 
-    Raises ValueError if there is none, or one of examples does not take the flags.
+    Raises ValueError if there is none, or it makes the other kind of rows.
     """
     if of_examples and name == "helpsteer3_data_processor":
         name = "preference_processor"
@@ -365,13 +371,14 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
         if not of_examples:
             raise ValueError(f"processor {name!r} makes no prompts: it is for SFT, DPO and reward models")
         processor = import_object(processor, "processor")
-    if not of_examples:
-        return processor
-    parameters = inspect.signature(processor).parameters
-    missing = [flag for flag in FLAGS if flag not in parameters]
-    if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        raise ValueError(
-            f"processor {name!r} does not take {', '.join(missing)}: it is called as (datum_dict, task_data_spec, "
-            f"tokenizer, max_seq_length, idx, {', '.join(f'{flag}=...' for flag in FLAGS)}); **kwargs will do"
-        )
+    if of_examples and processor in _OF_PROMPTS:
+        raise ValueError(f"processor {name!r} makes prompts, for training with rewards; set sft_processor, for example")
     return processor
+
+
+@cache
+def flags_of(processor: Callable[..., Any]) -> frozenset[str]:
+    """The flags that a processor of examples takes; one written for NeMo RL may take none."""
+    parameters = inspect.signature(processor).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return frozenset(FLAGS if takes_all else parameters.keys() & set(FLAGS))

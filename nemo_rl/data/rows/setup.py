@@ -22,7 +22,7 @@ from nemo_rl.data.config import (
 from nemo_rl.data.datasets.registry import load_rows, load_stream
 from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
-from nemo_rl.data.rows.processors import find_processor, forms_of_table
+from nemo_rl.data.rows.processors import find_processor, flags_of, forms_of_table
 from nemo_rl.types import DatumSpec, Pixels, Prompt, are_stop_strings
 
 
@@ -185,7 +185,9 @@ class RowReader:
                 )
             row, pixels = self.images.read(prompt.row) if self.images is not None else (prompt.row, {})
             limit = self.max_input_seq_length
-            made = task.processor(complete(row), task.spec, self.tokenizer, limit, prompt.idx, **flags)
+            given = {"task_name": prompt.task_name, **complete(row)}  # a table's own column comes first
+            taken = {flag: value for flag, value in flags.items() if flag in flags_of(task.processor)}
+            made = task.processor(given, task.spec, self.tokenizer, limit, prompt.idx, **taken)
         except KeyError as error:
             column = task.columns.get(str(error.args[0]), error.args[0])
             raise ValueError(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.data.config import ExampleDataConfig
+from nemo_rl.data.datasets.examples import both_preference_forms
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.examples import ExampleMaker, check_examples
@@ -201,8 +202,39 @@ def test_own_processors(tmp_path, monkeypatch):
     before = make.fingerprint()
     (tmp_path / "own_example_processor.py").write_text("# changed\n")
     assert make.fingerprint() != before
-    with pytest.raises(ValueError, match=r"does not take add_bos, add_eos, add_generation_prompt.*\*\*kwargs will do"):
+    with pytest.raises(ValueError, match="makes prompts"):
         find_processor("nemo_rl.data.rows.processors:math_hf_data_processor", of_examples=True)
+
+
+PREFERENCES = """
+import torch
+def best_and_worst(datum_dict, task_data_spec, tokenizer, max_seq_length, idx):
+    assert datum_dict["task_name"] == "t"
+    ranked = sorted(datum_dict["completions"], key=lambda one: one["rank"])
+    made = {"loss_multiplier": 1.0, "idx": idx, "task_name": datum_dict["task_name"]}
+    for name, one in (("chosen", ranked[0]), ("rejected", ranked[-1])):
+        log = []
+        for message in datum_dict["context"] + one["completion"]:
+            ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+            log.append({**message, "token_ids": torch.tensor(ids)})
+        made |= {f"message_log_{name}": log, f"length_{name}": sum(len(said["token_ids"]) for said in log)}
+    return made
+"""
+
+
+def test_a_processor_of_preferences_written_for_nemo_rl(tmp_path, monkeypatch):
+    (tmp_path / "own_pairs.py").write_text(PREFERENCES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    make = maker("own_pairs:best_and_worst")
+    for row in (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": [USER], "chosen": [USER, assistant("b")], "rejected": [assistant("c")], "task_name": "t"},
+    ):
+        (chosen, rejected), _ = make(prompt(row))
+        assert (learned(chosen), learned(rejected)) == (["b"], ["c"])
+    assert [one["rank"] for one in both_preference_forms({**row, "tie": "score"})["completions"]] == [0, 0]
+    for row in ({"messages": [USER]}, {"chosen": "b", "rejected": "c"}, {"chosen": 1, "rejected": 2, "prompt": "p"}):
+        assert both_preference_forms(row) == row
 
 
 @pytest.mark.parametrize("streaming", [False, True])

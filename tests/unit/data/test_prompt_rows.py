@@ -32,6 +32,23 @@ def datum(write: Any, row: dict[str, Any], processor: str = "math_hf_data_proces
     return PromptProcessor(setup.tasks, tokenizer_with(TEMPLATES["thinking"]), 2000)(setup.train[0])
 
 
+def asks(datum_dict: Any, task_data_spec: Any, tokenizer: Any, max_seq_length: int | None, idx: int) -> Any:
+    """A processor of one's own, as for NeMo RL."""
+    known = {key: datum_dict[key] for key in ("task_name", "question", "answer")}
+    message = {**datum_dict["messages"][0], "token_ids": [1]}
+    return {"message_log": [message], "length": 1, "extra_env_info": known, "loss_multiplier": 1.0, "idx": idx}
+
+
+def test_a_processor_of_ones_own_gets_the_forms_and_the_name_of_nemo_rl(write):
+    own = f"{__name__}:asks"
+    for row in ({"input": "3+4=", "output": "B", **MORE}, {"messages": [V, assistant("B")], **MORE}):
+        made = datum(write, row, own)
+        assert made["message_log"][0]["content"] == "3+4="
+        assert made["extra_env_info"] == {"task_name": made["task_name"], "question": "3+4=", "answer": "B"}
+    named = datum(write, {"input": "a", "output": "b", "task_name": "algebra", **MORE}, own)
+    assert named["extra_env_info"]["task_name"] == "algebra" != named["task_name"]
+
+
 def prompt(made: Any) -> list[tuple[str, str]]:
     return [(message["role"], message["unrendered"]) for message in made["message_log"]]
 
