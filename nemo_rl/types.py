@@ -529,6 +529,37 @@ class LossFunction(Protocol):
     ) -> tuple[torch.Tensor, LossMetrics]: ...
 
 
+@dataclass(frozen=True)
+class LossByName:
+    """A `LossFunction` from one with the arguments of NeMo RL's: data, two counts and next-token logprobs, by keyword.
+
+    `data` has the columns of `inputs_type` by name, [B, S] whole; the logprobs are [B, S - 1], without position 0.
+    """
+
+    loss: Callable[..., tuple[torch.Tensor, LossMetrics]]
+    inputs_type: type[LossInputs]
+
+    def __call__(
+        self,
+        outputs: torch.Tensor,
+        inputs: LossInputs,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, LossMetrics]:
+        return self.loss(
+            data=dict(vars(inputs)),
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            next_token_logprobs=outputs[:, 1:],
+        )
+
+
+def loss_name(loss_fn: LossFunction) -> str:
+    """`module.Class` of a loss of the user's, `Class` of ours."""
+    kind = type(loss_fn.loss if isinstance(loss_fn, LossByName) else loss_fn)
+    return kind.__qualname__ if kind.__module__.startswith("nemo_rl.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
 class TokenAdvantages(Protocol):
     """Advantages that differ by token, computed on the workers. [T] float32 tensors of one sample.
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig
 from nemo_rl.algorithms.loop import RunTools
+from nemo_rl.algorithms.losses.own import chosen_loss
 from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.algorithms.parts.rows import Rows
@@ -26,7 +27,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
-from nemo_rl.types import BatchPlan, ExampleHandle, RowKey
+from nemo_rl.types import BatchPlan, ExampleHandle, LossFunction, RowKey
 from nemo_rl.utils.files import digest
 
 logger = logging.getLogger(__name__)
@@ -38,15 +39,16 @@ ReferenceSums = dict[str, tuple[float, float]]
 """Id of the prompt -> the reference policy's logprobs of chosen and rejected answer; unusable rows have none."""
 
 
-def run_dpo(config: DPOMasterConfig) -> int:
-    """Train; returns the exit status (see `Command`)."""
+def run_dpo(config: DPOMasterConfig, loss_fn: LossFunction | None = None) -> int:
+    """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own (docs/adding-a-loss.md)."""
     with Run(config) as run:
+        loss_fn = chosen_loss(loss_fn, config.loss_fn, DPOLoss(config.dpo), config.loss_section)
         model, rows, saves = prepare_rows(config)
         run.start(saves)
         is_ahead = config.dpo.precompute_reference_logprobs
         pool = rows.start_tokenizers(run)
         parts = start_rows(run, model, rows, pool, init_reference_model=not is_ahead)
-        trainer = DPOTrainer(run.config, run.tools, parts, None)
+        trainer = DPOTrainer(run.config, run.tools, parts, None, loss_fn)
         if is_ahead:
             trainer.score_all(model, rows, pool)
         run.train(trainer)
@@ -57,9 +59,16 @@ class DPOTrainer(SupervisedTrainer):
     """Direct preference optimisation. `known`: the reference logprobs of all rows, if they were computed beforehand."""
 
     def __init__(
-        self, config: DPOMasterConfig, tools: RunTools, parts: SupervisedParts, known: ReferenceSums | None
+        self,
+        config: DPOMasterConfig,
+        tools: RunTools,
+        parts: SupervisedParts,
+        known: ReferenceSums | None,
+        loss_fn: LossFunction | None = None,
     ) -> None:
-        super().__init__(config, tools, parts, DPOLoss(config.dpo), Logprobs(filtered=False))
+        """`loss_fn`: None is the loss of `losses/preference.py`."""
+        loss = loss_fn if loss_fn is not None else DPOLoss(config.dpo)
+        super().__init__(config, tools, parts, loss, Logprobs(filtered=False))
         self.config = config
         self.known = known
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.losses.own import chosen_loss
 from nemo_rl.algorithms.parts.devices import RolloutDevices
 from nemo_rl.algorithms.parts.rollouts import Rollouts
 from nemo_rl.algorithms.plan.advantages import compute_advantages
@@ -30,28 +31,32 @@ from nemo_rl.algorithms.trainers.rollout_trainer import (
     policy_gradient_task,
 )
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.types import TrainResult
+from nemo_rl.types import LossFunction, TrainResult
 
 
-def run_grpo(config: GRPOMasterConfig) -> int:
-    """Train; returns the exit status (see `Command`)."""
+def run_grpo(config: GRPOMasterConfig, loss_fn: LossFunction | None = None) -> int:
+    """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own (docs/adding-a-loss.md)."""
     with Run(config) as run:
+        loss_fn = chosen_loss(loss_fn, config.loss_fn, ClippedPGLoss(config.loss_fn), config.loss_section)
         rollouts = Rollouts.prepare(config)  # model, prompts, environments: checked, and nothing has started
         run.start(rollouts.saves)  # log folder, checkpoints, report, Ray
         parts = rollouts.start(run, RolloutDevices.start(run))  # policy, engines, environments
-        run.train(GRPOTrainer(run.config, run.tools, parts))
+        run.train(GRPOTrainer(run.config, run.tools, parts, loss_fn))
     return run.status
 
 
 class GRPOTrainer(RolloutTrainer):
     """Group relative policy optimisation and its relatives (DAPO, Dr.GRPO, GSPO, CISPO, REINFORCE++)."""
 
-    def __init__(self, config: GRPOMasterConfig, tools: RunTools, parts: RolloutParts) -> None:
+    def __init__(
+        self, config: GRPOMasterConfig, tools: RunTools, parts: RolloutParts, loss_fn: LossFunction | None = None
+    ) -> None:
+        """`loss_fn`: None is the loss of `losses/clipped_pg.py`."""
         super().__init__(config, tools, parts)
         grpo = config.grpo
         self.config = config
-        self.loss_fn = ClippedPGLoss(config.loss_fn)
-        self.task = policy_gradient_task(config.policy, config.loss_fn)
+        self.loss_fn = loss_fn if loss_fn is not None else ClippedPGLoss(config.loss_fn)
+        self.task = policy_gradient_task(config.policy, self.loss_fn)
         if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order
             from nemo_rl.algorithms.async_grpo import AsyncGroups
 
@@ -119,6 +124,6 @@ class GRPOTrainer(RolloutTrainer):
             self.policy.set_token_advantages(KLInReward(loss, grpo.adv_estimator.eps, grpo.advantage_bounds))
 
     def update(self) -> TrainResult:
-        """The optimizer steps of the policy, with the loss of `losses/clipped_pg.py`."""
+        """The optimizer steps of the policy."""
         with self.phase("policy_training"):
             return self.take_steps(self.policy, self.loss_fn, self.task)

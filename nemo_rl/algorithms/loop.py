@@ -25,7 +25,7 @@ from nemo_rl.distributed.virtual_cluster import ray_loss
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.report.recorder import RunRecorder
-from nemo_rl.types import LossFunction, TrainResult, reduce_steps
+from nemo_rl.types import LossFunction, TrainResult, loss_name, reduce_steps
 from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
@@ -350,7 +350,8 @@ class Trainer(ABC):
             records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
             owner = "" if is_first else f"{policy.name_prefix}_"
             path = self.tools.logger.log_records(records, f"{owner}nonfinite_step_{step}.jsonl")
-            text = f"loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
+            numbers = f"loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}"
+            text = f"{numbers} ({loss_name(loss_fn)}); samples in {path}"
             if self.nonfinite_action == "stop":
                 self._write_samples()
                 raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")

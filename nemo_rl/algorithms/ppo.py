@@ -17,6 +17,7 @@ from nemo_rl.algorithms.config.ppo import GAEConfig, PPOMasterConfig
 from nemo_rl.algorithms.loop import RunTools
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.divergence import reference_kl
+from nemo_rl.algorithms.losses.own import chosen_loss
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
 from nemo_rl.algorithms.parts.devices import RolloutDevices
 from nemo_rl.algorithms.parts.model import Model
@@ -35,18 +36,19 @@ from nemo_rl.algorithms.trainers.rollout_trainer import (
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.types import BatchPlan, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, TrainResult
 
 
-def run_ppo(config: PPOMasterConfig) -> int:
-    """Train; returns the exit status (see `Command`)."""
+def run_ppo(config: PPOMasterConfig, loss_fn: LossFunction | None = None) -> int:
+    """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own for the policy."""
     with Run(config) as run:
+        loss_fn = chosen_loss(loss_fn, config.loss_fn, ClippedPGLoss(config.loss_fn), config.loss_section)
         rollouts, value_model = prepare_ppo(config)
         run.start(rollouts.saves)
         devices = RolloutDevices.start(run)
         parts = rollouts.start(run, devices)
         value = value_model.start(run, run.config.value, devices.training, name="value")
-        run.train(PPOTrainer(run.config, run.tools, parts, value, value_model.flops))
+        run.train(PPOTrainer(run.config, run.tools, parts, value, value_model.flops, loss_fn))
     return run.status
 
 
@@ -77,13 +79,15 @@ class PPOTrainer(RolloutTrainer):
         parts: RolloutParts,
         value: Policy,
         value_flops: ModelFlops,
+        loss_fn: LossFunction | None = None,
     ) -> None:
+        """`loss_fn`: of the policy; None is the loss of `losses/clipped_pg.py`."""
         super().__init__(config, tools, parts, others=[value])
         self.config = config
         self.value = value
         self.value_batching = Batching.of(config.value, **value_flops.cost_weights)
-        self.loss_fn = ClippedPGLoss(config.loss_fn)
-        self.task = policy_gradient_task(config.policy, config.loss_fn)
+        self.loss_fn = loss_fn if loss_fn is not None else ClippedPGLoss(config.loss_fn)
+        self.task = policy_gradient_task(config.policy, self.loss_fn)
         self.value_loss_fn = ValueLoss(config.value_loss_fn)
 
     def step(self) -> None:

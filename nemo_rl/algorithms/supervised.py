@@ -14,6 +14,7 @@ from functools import partial
 from nemo_rl.algorithms.config.supervised import RMMasterConfig, SFTMasterConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.loop import DataExhausted, RunTools, Trainer
 from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.algorithms.losses.own import chosen_loss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.parts.devices import Devices
 from nemo_rl.algorithms.parts.model import Model
@@ -33,18 +34,19 @@ from nemo_rl.types import BatchPlan, ExampleHandle, ExampleMeta, LossFunction, P
 MAX_PROBLEMS_SHOWN = 3
 
 
-def run_sft(config: SFTMasterConfig) -> int:
-    """Train; returns the exit status (see `Command`)."""
-    return _run(config, NLLLoss(), Logprobs(filtered=False))
+def run_sft(config: SFTMasterConfig, loss_fn: LossFunction | None = None) -> int:
+    """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own (docs/adding-a-loss.md)."""
+    return _run(config, loss_fn, NLLLoss(), Logprobs(filtered=False))
 
 
-def run_rm(config: RMMasterConfig) -> int:
-    """Train; returns the exit status (see `Command`)."""
-    return _run(config, PreferenceLoss(config.rm), Scalars())
+def run_rm(config: RMMasterConfig, loss_fn: LossFunction | None = None) -> int:
+    """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own (docs/adding-a-loss.md)."""
+    return _run(config, loss_fn, PreferenceLoss(config.rm), Scalars())
 
 
-def _run(config: SupervisedMasterConfig, loss_fn: LossFunction, task: HeadTask) -> int:
+def _run(config: SupervisedMasterConfig, given: LossFunction | None, usual: LossFunction, task: HeadTask) -> int:
     with Run(config) as run:
+        loss_fn = chosen_loss(given, config.loss_fn, usual, config.loss_section)
         model, rows, saves = prepare_rows(config)
         run.start(saves)
         parts = start_rows(run, model, rows, rows.start_tokenizers(run))

@@ -22,7 +22,7 @@ from ray.actor import ActorClass
 
 from nemo_rl.config.terminal import VisibleFormatter
 from nemo_rl.distributed import collectives
-from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.distributed.errors import UserCodeError, WorkerCallError
 from nemo_rl.utils.guards import end_group_after_me
 from nemo_rl.utils.registry import import_object
 
@@ -303,7 +303,8 @@ class ActorHost:
 
 
 def _as_text(error: Exception) -> WorkerCallError:
-    return WorkerCallError(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+    trace = "" if isinstance(error, UserCodeError) else "".join(traceback.format_exception(error))
+    return WorkerCallError(type(error).__name__, str(error), trace)
 
 
 def call_worker[**P, R](handle: Any, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:

@@ -75,6 +75,10 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
+class UserCodeError(ValueError):
+    """What code of the user's returned is wrong. The message names it, and no traceback would say more."""
+
+
 class WorkerCallError(Exception):
     """An exception of a worker as text, so that environments without its class can read it."""
 

@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.algorithms.config import metric_names
-from nemo_rl.algorithms.config.loop import Problems
+from nemo_rl.algorithms.config.loop import LossConfig, Problems
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
 from nemo_rl.config.rules import Derived, StrictModel
 from nemo_rl.environments.config import AgentEnvironmentConfig
+from nemo_rl.types import PolicyGradientInputs
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -173,8 +174,10 @@ class GRPOConfig(ScoredRolloutConfig):
             )
 
 
-class ClippedPGLossConfig(StrictModel):
+class ClippedPGLossConfig(LossConfig):
     """The clipped policy-gradient loss with its variants."""
+
+    inputs_type: ClassVar = PolicyGradientInputs
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the KL divergence to the reference policy."""
@@ -300,8 +303,19 @@ class GRPOMasterConfig(RolloutMasterConfig):
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
 
     @property
+    def loss_section(self) -> ClippedPGLossConfig:
+        """The settings of the loss."""
+        return self.loss_fn
+
+    @property
+    def has_own_loss(self) -> bool:
+        return self.loss_fn.type is not None
+
+    @property
     def train_metrics(self) -> frozenset[str]:
-        names = self.rollout_metrics | metric_names.POLICY_GRADIENT | metric_names.GROUP_ADVANTAGES
+        names = self.rollout_metrics | metric_names.GROUP_ADVANTAGES
+        if not self.has_own_loss:
+            names |= metric_names.POLICY_GRADIENT
         if self.loss_fn.positive_example_nll_weight > 0:
             names |= metric_names.LIKELIHOOD
         if self.grpo.use_dynamic_sampling:

@@ -12,6 +12,7 @@ from nemo_rl.config.rules import StrictModel, accepted_by, divisors, value_of, w
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
 from nemo_rl.models.policy.megatron.config import device_problems
+from nemo_rl.types import LossInputs
 from nemo_rl.utils.config import CheckpointingConfig, ClusterConfig, LoggerConfig, PerformanceConfig
 from nemo_rl.utils.files import flatten_dict
 
@@ -89,6 +90,23 @@ class LoopConfig(StrictModel):
         return self.val_period > 0 or self.val_at_start or self.val_at_end
 
 
+class LossConfig(StrictModel):
+    """The loss."""
+
+    inputs_type: ClassVar[type[LossInputs]] = LossInputs
+    """What a loss of one's own gets that does not say what it reads."""
+
+    type: str | None = None
+    """Import path of the class of a loss of your own (`my_module:MyLoss`); null: the loss of the algorithm."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that class."""
+
+    rules: ClassVar = {
+        "kwargs requires type": "is for a loss of your own; set {section}.type=my_module:MyLoss, or leave kwargs out",
+    }
+
+
 class RunConfig(StrictModel):
     """The sections that every run has. `section` is the name of the algorithm's own."""
 
@@ -136,6 +154,11 @@ class RunConfig(StrictModel):
         return frozenset(
             {f"train/{name}" for name in self.train_metrics} | {f"validation/{name}" for name in self.val_metrics}
         )
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether a loss of the user's trains, with metrics that only the run knows."""
+        return False
 
     def continuing(self, saved: Mapping[str, Any]) -> tuple[Self, list[str]]:
         """The configuration of a run that continues one of the configuration `saved`, and a line for each difference.
@@ -211,7 +234,7 @@ class RunConfig(StrictModel):
             available = self.val_metrics if prefix == "val" else self.train_metrics
             if prefix == "val" and val_period == 0:
                 yield key, f"{name} needs validation; set {self.section}.val_period above 0, or {key}=null"
-            elif metric not in available and metric.partition("/")[0] not in free_prefixes:
+            elif not (metric in available or self.has_own_loss or metric.partition("/")[0] in free_prefixes):
                 more = ""
                 if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass_k|pass@\w+", metric):
                     more = f" ({self.section}.val_num_generations_per_prompt decides on pass_at_k and pass_k)"

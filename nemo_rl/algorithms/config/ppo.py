@@ -119,9 +119,20 @@ class PPOMasterConfig(RolloutMasterConfig):
     value: ValueConfig
 
     @property
+    def loss_section(self) -> ClippedPGLossConfig:
+        """The settings of the loss."""
+        return self.loss_fn
+
+    @property
+    def has_own_loss(self) -> bool:
+        return self.loss_fn.type is not None
+
+    @property
     def train_metrics(self) -> frozenset[str]:
         value = metric_names.UPDATE | metric_names.MOE | metric_names.VALUE
-        names = self.rollout_metrics | metric_names.POLICY_GRADIENT | {f"value/{name}" for name in value}
+        names = self.rollout_metrics | {f"value/{name}" for name in value}
+        if not self.has_own_loss:
+            names |= metric_names.POLICY_GRADIENT
         return names | metric_names.LIKELIHOOD if self.loss_fn.positive_example_nll_weight > 0 else names
 
     @property

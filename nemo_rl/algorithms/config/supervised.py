@@ -8,6 +8,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import (
     NO_LIMIT,
     LoopConfig,
+    LossConfig,
     Problems,
     RunConfig,
     check_layout,
@@ -42,6 +43,9 @@ class SupervisedMasterConfig(RunConfig):
 
     policy: PolicyConfig
 
+    loss_fn: LossConfig = LossConfig()
+    """A loss of your own in place of the algorithm's."""
+
     sequences_per_row: ClassVar[int] = 1
 
     loss_metrics: ClassVar[frozenset[str]]  # names that the loss reports
@@ -57,14 +61,28 @@ class SupervisedMasterConfig(RunConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.TRAINING | metric_names.ROWS | self.loss_metrics
+        return metric_names.TRAINING | metric_names.ROWS | self.reported_by_loss
+
+    @property
+    def loss_section(self) -> StrictModel:
+        """The settings of the loss: the algorithm's section, where that has settings of it."""
+        return self.loop if isinstance(self.loop, DPOLossConfig | RewardModelLossConfig) else self.loss_fn
+
+    @property
+    def has_own_loss(self) -> bool:
+        return self.loss_fn.type is not None
+
+    @property
+    def reported_by_loss(self) -> frozenset[str]:
+        """Names that the loss reports, as far as they are known."""
+        return frozenset() if self.has_own_loss else self.loss_metrics
 
     @property
     def val_metrics(self) -> frozenset[str]:
         sets = {name for name, _ in self.examples.validation_sets}
         if not sets or any(dataset.split_validation_size > 0 for dataset in self.examples.train):
             sets.add(DEFAULT_VALIDATION_SET)
-        per_set = {f"validation-{name}_{metric}" for name in sets for metric in self.loss_metrics | {"loss"}}
+        per_set = {f"validation-{name}_{metric}" for name in sets for metric in self.reported_by_loss | {"loss"}}
         return frozenset(per_set | {"val_loss"})
 
     rules: ClassVar = {

@@ -15,7 +15,11 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError
 from pydantic import BaseModel
 
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.loop import LossConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.config.rollout import RolloutConfig, RolloutMasterConfig
+from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.parts.environments import named_outside
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.rules import Derived, StrictModel, value_of
@@ -105,6 +109,13 @@ def _checked(_: StrictModel, value: Any, *, check: str) -> None:
     import_object(check, "check")(value)
 
 
+def _loss(config: GRPOMasterConfig | PPOMasterConfig | SupervisedMasterConfig, cfg: LossConfig) -> None:
+    if cfg.type is not None:
+        from nemo_rl.algorithms.losses.own import make_loss
+
+        make_loss(cfg, config.loss_section)
+
+
 def _import(_: StrictModel, path: str, *, what: str) -> None:
     import_object(path, what)
 
@@ -165,6 +176,7 @@ LOOKS: Mapping[type[StrictModel], Mapping[str, Look]] = {
     DraftConfig: {"model_name": _folder},
     LoRAConfig: {"adapter_path": _folder},
     DTensorConfig: {"custom_parallel_plan": partial(_import, what="parallel plan")},
+    **{run: {"loss_fn": _loss} for run in (GRPOMasterConfig, PPOMasterConfig, SupervisedMasterConfig)},
     OptimizerConfig: {"name": partial(_import, what="optimizer")},
     SchedulerConfig: {"name": partial(_import, what="scheduler")},
     DataSection: {"custom_dataloader": partial(_import, what="data loader")},

@@ -13,6 +13,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.loop import RunTools, Trainer
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
 from nemo_rl.algorithms.plan.rewards import ScoredGroup
@@ -48,7 +49,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SamplingParams, TrainResult
+from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, Prompt, SamplingParams, TrainResult
 from nemo_rl.utils.checkpoint.save import StateWrite
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ TOKEN_ERROR, SAMPLE_ERROR = "token_mult_prob_error", "sample_mult_prob_error_max
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
 
-def policy_gradient_task(policy: RolloutPolicyConfig, loss: ClippedPGLossConfig) -> HeadTask:
-    """What the loss of a policy gradient reads: with filters, a KL penalty needs logprobs without them, too."""
-    return LogprobsTwice() if policy.generation.is_filtered and loss.reference_policy_kl_penalty > 0 else Logprobs()
+def policy_gradient_task(policy: RolloutPolicyConfig, loss: LossFunction) -> HeadTask:
+    """What the loss of a policy gradient reads: with filters, our KL penalty needs logprobs without them, too."""
+    has_kl = isinstance(loss, ClippedPGLoss) and loss.cfg.reference_policy_kl_penalty > 0
+    return LogprobsTwice() if policy.generation.is_filtered and has_kl else Logprobs()
 
 
 def good_rows(groups: Sequence[ScoredGroup], loss: ClippedPGLossConfig) -> list[list[bool]] | None:

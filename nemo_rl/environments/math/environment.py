@@ -108,7 +108,7 @@ class MathMultiRewardEnvironment(MathEnvironment):
         result = super().step(judged, metadata)
         integer = [float(bool(found) and INTEGER.fullmatch(found[-1].strip()) is not None) for found in answers]
         form = [format_reward(log, {}) for log in message_log_batch]
-        rewards = torch.stack([result.rewards, torch.tensor(integer), torch.tensor(form)], dim=1)
+        rewards = torch.stack([torch.as_tensor(result.rewards), torch.tensor(integer), torch.tensor(form)], dim=1)
         metrics = [dict(zip(("correct", "integer", "format"), row, strict=True)) for row in rewards.tolist()]
         return result._replace(rewards=rewards, metrics=metrics)
 

@@ -26,6 +26,7 @@ from nemo_rl.models.policy.batch.microbatches import (
     LoadedRow,
     MicroBatchRunner,
     from_last_stage,
+    call_loss,
     loss_inputs,
     reduce_micro_batches,
     reduce_ranks,
@@ -293,8 +294,8 @@ class PolicyWorker(PolicyWorkerInterface):
         seqs, toks = self._global_counts(batches)
         parts = []
         for rows, outputs in zip(batches, self.runner.forward(self._model_batches(batches, task), task), strict=True):
-            loss, metrics = loss_fn(outputs, loss_inputs(rows, loss_fn.inputs_type, self.device), seqs, toks)
-            parts.append(metrics | {"loss": loss.detach()})
+            inputs = loss_inputs(rows, loss_fn.inputs_type, self.device)
+            parts.append(call_loss(loss_fn, outputs, inputs, seqs, toks)[1])
         return self._reduce(parts, seqs, toks)
 
     def _optimizer_step(
@@ -311,8 +312,7 @@ class PolicyWorker(PolicyWorkerInterface):
                 # No update happened in between, so these are the previous logprobs.
                 assert len(self.plan.train) == 1, "several optimizer steps need previous logprobs before the first"
                 inputs.prev_logprobs = _policy_logprobs(outputs).detach()
-            loss, metrics = loss_fn(outputs, inputs, seqs, toks)
-            parts[number] = metrics | {"loss": loss.detach()}
+            loss, parts[number] = call_loss(loss_fn, outputs, inputs, seqs, toks)
             is_policy = isinstance(inputs, PolicyGradientInputs)
             kept = _policy_logprobs(outputs) if is_policy else outputs
             self._keep_outputs(micro_batches[number], kept.detach())

@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
+from nemo_rl.distributed.errors import UserCodeError
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -24,6 +26,7 @@ from nemo_rl.types import (
     Example,
     ExampleGroup,
     ImageSpan,
+    LossFunction,
     LossInputs,
     LossMetrics,
     MicroBatch,
@@ -31,6 +34,7 @@ from nemo_rl.types import (
     RankPlan,
     RolloutGroup,
     RowKey,
+    loss_name,
     reduction_of,
 )
 
@@ -108,14 +112,14 @@ def scored_sequences(
 def loss_inputs[InputsT: LossInputs](
     rows: Sequence[LoadedRow], inputs_type: type[InputsT], device: torch.device
 ) -> InputsT:
-    """One micro-batch as a loss sees it, [B, longest row]. Raises ValueError if it needs a column that no row has."""
+    """One micro-batch as a loss sees it, [B, longest row]. UserCodeError if it needs a column that no row has."""
     width = max(len(row.token_ids) for row in rows)
 
     def column(name: str) -> torch.Tensor:
         values = [row.columns[name] for row in rows if name in row.columns]
         if not values:
             if name not in inputs_type.optional:
-                raise ValueError(
+                raise UserCodeError(
                     f"no row has the column {name!r} that the loss needs ({inputs_type.__name__}): compute or attach "
                     f"it before policy.train, or name it in {inputs_type.__name__}.optional, which makes it zeros"
                 )
@@ -226,6 +230,43 @@ def scored_by_last_stage(
     dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
     for shape, part in zip(shapes, flat.split(sizes), strict=True):
         yield part.view(shape)
+
+
+# -- losses
+
+
+def call_loss(
+    loss_fn: LossFunction, outputs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor
+) -> tuple[torch.Tensor, LossMetrics]:
+    """The loss of a micro-batch and its metrics, `loss` among them, 0-d and detached.
+
+    UserCodeError, naming the loss, if it returns anything but a scalar with a graph and numbers by name.
+    """
+    returned: Any = loss_fn(outputs, inputs, seqs, toks)
+    if (problem := _loss_problem(returned, outputs)) is not None:
+        raise UserCodeError(f"loss {loss_name(loss_fn)} returned {problem}")
+    loss, metrics = returned
+    scalars = {str(name): torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
+    return loss, scalars | {"loss": loss.detach()}
+
+
+def _loss_problem(returned: Any, outputs: torch.Tensor) -> str | None:
+    """What is wrong with the result of a loss, and the remedy."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return f"a {type(returned).__name__}, not (loss, metrics)"
+    loss, metrics = returned
+    if not isinstance(loss, torch.Tensor) or not isinstance(metrics, Mapping):
+        return f"({type(loss).__name__}, {type(metrics).__name__}), not a tensor and a dictionary of metrics"
+    if loss.ndim != 0 or not loss.is_floating_point():
+        return f"a loss of shape {list(loss.shape)} and {loss.dtype}; sum it up, and divide by a global count"
+    if outputs.requires_grad and not loss.requires_grad:
+        return "a loss without gradient; compute it from the first argument, without detach() and item()"
+    bad = [str(name) for name, value in metrics.items() if not _is_scalar(value)]
+    return f"metrics that are no single numbers: {', '.join(bad)}; sum them up" if bad else None
+
+
+def _is_scalar(value: object) -> bool:
+    return value.ndim == 0 if isinstance(value, torch.Tensor) else isinstance(value, Real)
 
 
 # -- metrics of losses, reduced over micro-batches and ranks
