@@ -276,7 +276,9 @@ def test_dataset_processor_and_configuration_fit_together(folder):
     process = PromptProcessor(setup.tasks, build_tiny_tokenizer(), config.data.max_input_seq_length)
     datum = process(setup.train[0])
     metadata = datum["extra_env_info"]
-    assert metadata is not None and set(metadata) == {"problem", "answer", "tries"} and metadata["tries"] == 0
+    assert (
+        metadata is not None and set(metadata) == {"task_name", "problem", "answer", "tries"} and metadata["tries"] == 0
+    )
     assert datum["message_log"][0]["content"].count(metadata["problem"]) == 1
     trained = {setup.train[i].row["problem"] for i in range(len(setup.train))}
     held_out = {setup.validation[i].row["problem"] for i in range(len(setup.validation))}
