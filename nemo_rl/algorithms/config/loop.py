@@ -103,7 +103,7 @@ class LossConfig(StrictModel):
     """Arguments of that class."""
 
     rules: ClassVar = {
-        "kwargs requires type": "is for a loss of your own; set {section}.type=my_module:MyLoss, or leave kwargs out",
+        "kwargs requires type": "is for a loss of your own; name its class in {section}.type, or leave kwargs out",
     }
 
 
