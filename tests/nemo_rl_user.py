@@ -5,12 +5,12 @@ from typing import Any, Optional, TypedDict
 
 import ray
 import torch
-from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt  # pyright: ignore[reportMissingImports]
-from nemo_rl.environments.utils import chunk_list_to_workers  # pyright: ignore[reportMissingImports]
+from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
+from nemo_rl.environments.utils import chunk_list_to_workers
 
-from nemo_rl.data.interfaces import LLMMessageLogType  # pyright: ignore[reportAttributeAccessIssue]
+from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES  # pyright: ignore[reportAttributeAccessIssue]
+from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 
@@ -24,7 +24,7 @@ class SumMetadata(TypedDict):
     ground_truth: str
 
 
-@ray.remote(max_restarts=-1, max_task_retries=-1)  # pyright: ignore[reportCallIssue, reportArgumentType, reportUntypedClassDecorator]
+@ray.remote(max_restarts=-1, max_task_retries=-1)
 class SumEnv(EnvironmentInterface[SumMetadata]):
     """One turn; everything that NeMo RL's own environments read of a batch."""
 
@@ -75,7 +75,7 @@ class GuessMetadata(TypedDict):
     num_turns: int
 
 
-@ray.remote  # pyright: ignore[reportArgumentType, reportUntypedClassDecorator]
+@ray.remote
 class GuessEnv(EnvironmentInterface[Optional[GuessMetadata]]):  # noqa: UP045
     """Several turns; it reads the rendered prompt, and writes marks of the template into its observations.
 
@@ -127,7 +127,7 @@ class PartsEnv(EnvironmentInterface):
         return batch, {"accuracy": (batch["rewards"][:, 0] == 1).float().mean().item()}
 
 
-class OldMetricsEnv(SumEnv.__ray_metadata__.modified_class):  # pyright: ignore[reportAttributeAccessIssue]
+class OldMetricsEnv(SumEnv.__ray_metadata__.modified_class):
     """Reads a field that no batch has."""
 
     def global_post_process_and_metrics(self, batch):

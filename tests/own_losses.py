@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType  # pyright: ignore[reportMissingImports]
+from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
