@@ -50,17 +50,25 @@ TABLE: dict[str, dict[str, str]] = {
         _CALLS: "setup=setup_ppo ppo_train MasterConfig=ppo_config",
         "algorithms.config.ppo": "PPOConfig",
     },
-    "algorithms.rm": {_CALLS: "setup=setup_rm rm_train MasterConfig=rm_config"},
-    "algorithms.sft": {_CALLS: "setup=setup_sft sft_train MasterConfig=sft_config"},
+    "algorithms.rm": {
+        _CALLS: "setup=setup_rm rm_train MasterConfig=rm_config",
+        "algorithms.supervised": "run_rm",
+    },
+    "algorithms.sft": {
+        _CALLS: "setup=setup_sft sft_train MasterConfig=sft_config",
+        "algorithms.supervised": "run_sft",
+    },
     "algorithms.utils": {
         _CALLS: "get_tokenizer calculate_baseline_and_std_per_prompt masked_mean",
         "algorithms.losses.divergence": "calculate_kl",
         "utils.seeds": "set_seed=seed_everything",
     },
     "data": {"data.config": "DataConfig"},
+    "data.collate_fn": {_CALLS: "rl_collate_fn eval_collate_fn=rl_collate_fn"},
     "data.datasets": {
         _ENVIRONMENTS: "update_single_dataset_config merge_datasets",
-        _CALLS: "load_response_dataset load_preference_dataset AllTaskProcessedDataset",
+        _CALLS: "load_response_dataset load_preference_dataset load_eval_dataset AllTaskProcessedDataset "
+        "rl_collate_fn eval_collate_fn=rl_collate_fn",
         "data.datasets.registry": "DATASET_REGISTRY",
     },
     "data.interfaces": {"types": "DatumSpec LLMMessageLogType TaskDataProcessFnCallable=ProcessorFn"},
@@ -72,7 +80,8 @@ TABLE: dict[str, dict[str, str]] = {
     "data.packing": _PACKING,
     "data.packing.algorithms": _PACKING,
     "data.processors": {
-        "data.rows.processors": "PROCESSOR_REGISTRY register_processor math_data_processor math_hf_data_processor "
+        _CALLS: "PROCESSOR_REGISTRY",
+        "data.rows.processors": "register_processor math_data_processor math_hf_data_processor "
         "math_gdpo_data_processor multichoice_qa_processor helpsteer3_data_processor=conversation_processor",
         "data.rows.example_processors": "sft_processor",
     },
@@ -107,14 +116,22 @@ TABLE: dict[str, dict[str, str]] = {
         "environments.sliding_puzzle": "SlidingPuzzleEnv SlidingPuzzleMetadata",
     },
     "environments.metrics": {_ENVIRONMENTS: "calculate_pass_rate_per_prompt"},
+    "environments.rewards": {
+        _CALLS: "math_expression_reward format_reward exact_answer_alphanumeric_reward bbox_giou_reward "
+        "combine_reward_functions",
+    },
     "environments.utils": {
-        _CALLS: "chunk_list_to_workers",
-        "environments.config": "ENV_REGISTRY",
+        _CALLS: "chunk_list_to_workers ENV_REGISTRY",
         "environments.registry": "create_env register_env",
     },
     "evals.answer_parsing": {
         _ENVIRONMENTS: "MULTILINGUAL_ANSWER_REGEXES MULTILINGUAL_ANSWER_PATTERN_TEMPLATE",
         "environments.math.published": "normalize_response=without_marks normalize_extracted_answer=latin_letters",
+    },
+    "evals.eval": {
+        _CALLS: "setup=setup_eval run_env_eval eval_pass_k eval_cons_k MasterConfig=eval_config",
+        "evals.config": "EvalConfig",
+        "evals.run": "run_eval",
     },
     "experience.rollouts": {_CALLS: "run_multi_turn_rollout run_async_multi_turn_rollout=run_multi_turn_rollout"},
     "models.generation": {_CALLS: "configure_generation_config"},
@@ -134,6 +151,20 @@ MOVED: dict[str, dict[str, str]] = {
     "algorithms.setup.supervised": {"algorithms.supervised": "run_sft run_rm", "algorithms.dpo": "run_dpo"},
 }
 """The same for places of our own where these names stood earlier (docs/overview.md)."""
+
+REPLACED = """A run is made from its configuration, which names datasets, processors, environments and losses of your
+own by import path. Two lines take the place of a script of NeMo RL; `sections` is its configuration as a dictionary:
+
+    from nemo_rl.{module} import MasterConfig, {run}
+    {run}(MasterConfig(**sections))
+
+So does a command: uv run examples/{run}.py --config FILE.yaml KEY=VALUE ..."""
+
+ABSENT = (
+    *("algorithms.async_utils", "data.hf_datasets", "data_plane", "modelopt", "models.policy.dtensor_policy_worker"),
+    *("models.policy.workers", "models.value", "weight_sync"),
+)
+"""Modules of NeMo RL that a script may import, and that have no counterpart."""
 
 _KNOWN = TABLE | MOVED
 
@@ -161,6 +192,9 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         name = fullname.removeprefix(_ROOT)
+        if name in ABSENT:
+            text = REPLACED.format(module="algorithms.grpo", run="run_grpo")
+            raise ModuleNotFoundError(f"{fullname} of NeMo RL has no counterpart. {text}", name=fullname)
         if name == fullname or (name not in _KNOWN and name not in _PACKAGES):
             return None
         found = PathFinder.find_spec(fullname, path)

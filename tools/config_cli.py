@@ -208,6 +208,9 @@ def convert(path: Path) -> str:
     model = import_object(MODELS[next(name for name in MODELS if name in tree.values)], "the algorithm")
     loaded = load_config(model, path)
     result, translator = today(model, tree)
+    for name, section in values.items():
+        if isinstance(section, dict) and section.get(REPLACE_KEY) and (name,) in parents:
+            parents.delete((name,))  # nothing of it is inherited
     base, _ = today(model, parents)
     fill_defaults(model, base.values)
     found = (path for path, _, _ in sections(Slot.of(model), result.values))

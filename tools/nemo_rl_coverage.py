@@ -6,7 +6,8 @@ would stop their runs is listed too, as `--dry-run` says it: files, datasets and
 `--convert` each of them is also written in today's form, as `tools/config_cli.py convert` does, and the result is
 loaded again.
 
-Exits with 0 if nothing is unclear, else with 1. A file without a section of an algorithm is a part of others.
+Exits with 0 if there are configurations of runs and nothing is unclear, else with 1. A file without a section of an
+algorithm is a part of others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from config_cli import MODELS, convert
 
 from nemo_rl.algorithms.parts.inputs import Inputs
+from nemo_rl.config.cli import look_in_working_folder
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
@@ -62,10 +64,10 @@ def outcome_of(path: Path, remarks: Remarks, *, converts: bool) -> Outcome | Non
         if converts:
             convert(path)
     except ConfigError as error:
-        found = [(LACKING.search(problem.message), str(problem)) for problem in error.problems]
+        found = [(LACKING.search(problem.message), problem) for problem in error.problems]
         return Outcome(
             refused=[feature[1] for feature, _ in found if feature is not None],
-            unclear=[text for feature, text in found if feature is None],
+            unclear=[str(problem) if problem.location else f"{path}: {problem}" for f, problem in found if f is None],
         )
     except AssertionError as error:  # of `convert`
         return Outcome(unclear=[f"{path}: {error}"])
@@ -77,6 +79,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     parser.add_argument("--convert", action="store_true", help="also write each file that loads in today's form")
     arguments = parser.parse_args(argv)
+    if not arguments.folder.is_dir():
+        parser.error(f"{arguments.folder} is no folder")
+    look_in_working_folder()  # as a run does
     remarks, logger = Remarks(), logging.getLogger("nemo_rl.config")
     logger.addHandler(remarks)
     logger.propagate = False
@@ -85,13 +90,15 @@ def main(argv: list[str]) -> int:
     logger.removeHandler(remarks)
     logger.propagate = True
     runs = [outcome for outcome in outcomes if outcome is not None]
+    parts = [str(path) for path, outcome in zip(files, outcomes, strict=True) if outcome is None]
     unclear = [text for run in runs for text in run.unclear]
     loading = [run for run in runs if not run.refused and not run.unclear]
     refused = [run for run in runs if run.refused and not run.unclear]
     features = Counter(feature for run in refused for feature in dict.fromkeys(run.refused))
     stops = [text for run in loading for text in run.stops]
     lines = [
-        f"{len(runs)} configurations of runs; {len(files) - len(runs)} files are parts of others",
+        f"{len(runs)} configurations of runs; {len(parts)} files are parts of others",
+        *(f"  {path}" for path in parts),
         f"{len(loading)} load, {sum(run.has_remarks for run in loading)} of them with remarks",
         f"{len(refused)} are refused for features that are missing here",
         *(f"  {number:4} {feature}" for feature, number in features.most_common()),
@@ -101,7 +108,7 @@ def main(argv: list[str]) -> int:
         *(f"  {text}" for text in unclear),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if unclear else 0
+    return 1 if unclear or not runs else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A checkpoint of this library as a Hugging Face model directory, for transformers, vLLM or a hub.
+"""A checkpoint as a Hugging Face model directory, for transformers, vLLM or a hub.
 
 uv run examples/converters/convert_dcp_to_hf.py --checkpoint results/grpo/step_100 --hf-ckpt-path my_model
 
 Takes a `step_N` directory, its `policy/weights` in either format, or a consolidated model directory. Where the
-checkpoint has no tokenizer it is that of the run's `--config`.
+checkpoint has no tokenizer it is that of the run's `--config`. It may also be a checkpoint of NeMo RL, of its DTensor
+policies; the model's architecture is then of `--config`, or of the config.yaml in step_N.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
 
-    from nemo_rl.models.policy.convert import convert_checkpoint, tokenizer_of_run
+    from nemo_rl.data.model_folder import resolve_model
+    from nemo_rl.models.policy.convert import convert_checkpoint
     from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
-        tokenizer = None if given.config is None else tokenizer_of_run(given.config)
-        convert_checkpoint(given.checkpoint, given.hf_ckpt_path, given.dtype, tokenizer_from=tokenizer)
+        convert_checkpoint(
+            given.checkpoint, given.hf_ckpt_path, given.dtype, run_config=given.config, resolve=resolve_model
+        )
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(visible(f"error: {error}\n"))
         return 2

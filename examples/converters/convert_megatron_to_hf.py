@@ -28,14 +28,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
 
-    from nemo_rl.models.policy.convert import convert_checkpoint, tokenizer_of_run
+    from nemo_rl.data.model_folder import resolve_model
+    from nemo_rl.models.policy.convert import convert_checkpoint
     from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
-        tokenizer = given.hf_model_name
-        if tokenizer is None and given.config is not None:
-            tokenizer = tokenizer_of_run(given.config)
-        convert_checkpoint(given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, tokenizer_from=tokenizer)
+        convert_checkpoint(
+            given.megatron_ckpt_path,
+            given.hf_ckpt_path,
+            given.dtype,
+            tokenizer_from=given.hf_model_name,
+            run_config=given.config,
+            resolve=resolve_model,
+        )
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(visible(f"error: {error}\n"))
         return 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,19 @@ def build_config[M: BaseModel](
 ) -> M:
     """As `load_config`, from a nested dictionary in place of a file, or from what a file holds."""
     tree = SourcedTree()
-    tree.merge(values if isinstance(values, SourcedTree) else SourcedTree(dict(values)))
+    tree.merge(values if isinstance(values, SourcedTree) else SourcedTree(as_written(values)))
     return _build(model, tree, overrides)
+
+
+def as_written(values: Any) -> Any:
+    """Values of a script as a file has them: mappings of OmegaConf, tuples and paths become dict, list and text."""
+    if isinstance(values, DictConfig | ListConfig):
+        return OmegaConf.to_container(values)
+    if isinstance(values, Mapping):
+        return {key: as_written(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [as_written(value) for value in values]
+    return os.fspath(values) if isinstance(values, os.PathLike) else values
 
 
 def build_section[M: BaseModel](name: str, model: type[M], values: Mapping[str, Any]) -> M:

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, model_validator
@@ -108,6 +108,12 @@ class StrictModel(BaseModel):
         for name, value in list(section.__dict__.items()):
             section.__dict__[name] = _placed(value, section.key(name))
         return section
+
+    def __getitem__(self, name: str) -> NoReturn:
+        raise TypeError(
+            f"a section is no dictionary: read .{name}, not [{name!r}]. A script of NeMo RL is replaced by a command, "
+            "uv run examples/run_grpo.py --config FILE.yaml, or by run_grpo(MasterConfig(**sections))"
+        )
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__  # wherever they stand

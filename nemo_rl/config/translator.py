@@ -143,7 +143,10 @@ class Translator:
             for _, path in places(f"env.{name}", values):
                 if isinstance(self.tree.get(path), dict) and (*path, "type") not in self.tree:
                     self._put((*path, "type"), "vlm")
-                    self.remark(path, "is of type vlm; its format reward is 1 or 0, of which NeMo RL gives parts")
+                    self.remark(path, "is of type vlm")
+                    for _, part in places(f"env.{name}.reward_functions.#.name", values):
+                        if self.tree.get(part) == "format" and (*part[:-1], "reward") not in self.tree:
+                            self._put((*part[:-1], "reward"), "format_parts")
         data = values.get("data")
         if isinstance(data, dict):
             if "eval" in values or "generation" in values:

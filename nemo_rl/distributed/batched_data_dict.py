@@ -7,7 +7,6 @@ over shards, as scripts written for NeMo RL do, is here, too.
 import copy
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Self
 
@@ -17,19 +16,18 @@ import torch.distributed as dist
 from nemo_rl.distributed.packing import get_packer
 
 
-@dataclass
-class MicroBatches:
-    """The micro-batches of a shard, by global batch: row ranges [start, end) in it, and padded lengths."""
-
-    indices: list[list[list[int]]] = field(default_factory=list)
-    lengths: list[list[int]] = field(default_factory=list)
-
-
 class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
     """Tensors and lists that share their batch size."""
 
-    micro_batches: MicroBatches | None = None
-    """Of shards that `shard_by_batch_size` made with dynamic batching or packing."""
+    micro_batch_indices: list[list[list[int]]] | None = None
+    """Of shards that `shard_by_batch_size` made with dynamic batching or packing: by global batch the row ranges
+    [start, end) of its micro-batches, counted in that batch."""
+
+    micro_batch_lengths: list[list[int]] | None = None
+    """Likewise the padded length of each micro-batch, in tokens."""
+
+    elem_counts_per_gb: list[int] | None = None
+    """Likewise the rows of each global batch on this shard."""
 
     @classmethod
     def from_batches(
@@ -131,7 +129,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
 
         Plain parts are contiguous. Dynamic batching deals out rows sorted by length, and all shards have micro-batches
         of the same rows and lengths; packing deals out bins. Both give (shards, row of this batch at each position of
-        the joined shards), and `micro_batches` of each shard.
+        the joined shards), and `micro_batch_indices` of each shard.
 
         Args:
             dynamic_batching_args: `max_tokens_per_microbatch`, `sequence_length_round`, `input_key`,
@@ -152,7 +150,8 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
         if not allow_uneven_shards and sequence_packing_args is None:
             _equal_parts(size, shards, "rows of a batch on", "shards")
         rows: list[list[int]] = [[] for _ in range(shards)]
-        micro = [MicroBatches() for _ in range(shards)]
+        indices: list[list[list[list[int]]]] = [[] for _ in range(shards)]
+        lengths: list[list[list[int]]] = [[] for _ in range(shards)]
         for start in range(0, num_batches * size, max(1, size)):
             batch = range(start, start + size)
             if dynamic_batching_args is not None:
@@ -162,27 +161,28 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
             else:
                 longest = -(-size // shards)
                 parts = [([*batch[i * longest : (i + 1) * longest]], [], []) for i in range(shards)]
-            for own, batches, (part, ranges, lengths) in zip(rows, micro, parts, strict=True):
-                own += part
-                batches.indices.append(ranges)
-                batches.lengths.append(lengths)
+            for shard, (part, ranges, longest) in enumerate(parts):
+                rows[shard] += part
+                indices[shard].append(ranges)
+                lengths[shard].append(longest)
         sharded = [SlicedDataDict(self.select_indices(own).data) for own in rows]
         if dynamic_batching_args is None and sequence_packing_args is None:
             return sharded
-        for shard, own in zip(sharded, micro, strict=True):
-            shard.micro_batches = own
+        for shard, ranges, longest in zip(sharded, indices, lengths, strict=True):
+            shard.micro_batch_indices, shard.micro_batch_lengths = ranges, longest
+            shard.elem_counts_per_gb = [batch[-1][1] for batch in ranges]
         return sharded, [row for own in rows for row in own]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
-        """Global batch number `batch_idx` of a shard: of `batch_size` rows, or of the rows of its `micro_batches`."""
-        micro = self.micro_batches
-        if micro is None:
+        """Global batch number `batch_idx` of a shard: of `batch_size` rows, or of its own number of rows."""
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None or self.elem_counts_per_gb is None:
             size = self.size if batch_size is None else batch_size
             return self.slice(batch_idx * size, (batch_idx + 1) * size)
-        sizes = [ranges[-1][1] for ranges in micro.indices]
-        start = sum(sizes[:batch_idx])
-        found = self.slice(start, start + sizes[batch_idx])
-        found.micro_batches = MicroBatches([micro.indices[batch_idx]], [micro.lengths[batch_idx]])
+        start, size = sum(self.elem_counts_per_gb[:batch_idx]), self.elem_counts_per_gb[batch_idx]
+        found = self.slice(start, start + size)
+        found.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+        found.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+        found.elem_counts_per_gb = [size]
         return found
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
@@ -211,10 +211,10 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
 
     def _of_one_batch(self) -> list[tuple[Self, tuple[int, int]]]:
         """Each micro-batch with its (number, length)."""
-        micro = self.micro_batches
-        if micro is None or len(micro.indices) != 1:
+        indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if indices is None or lengths is None or len(indices) != 1:
             raise ValueError("give one global batch of a shard: get_batch(i) of what shard_by_batch_size returned")
-        pairs = zip(micro.indices[0], enumerate(micro.lengths[0]), strict=True)
+        pairs = zip(indices[0], enumerate(lengths[0]), strict=True)
         return [(self.slice(start, end), length) for (start, end), length in pairs]
 
     def to(self, device: str | torch.device) -> Self:

@@ -93,7 +93,7 @@ def _expected_list(metadata: Any, key: str) -> str:
     return json.dumps(metadata[key]) if is_list else _expected(metadata, key)
 
 
-def format_reward(
+def whole_format(
     messages: Messages,
     metadata: Any,
     *,
@@ -111,6 +111,14 @@ def format_reward(
     marks = [f"<{think_tag}>", f"</{think_tag}>", f"<{answer_tag}>", f"</{answer_tag}>"]
     whole = r"{}.*{}\s*{}.*{}".format(*map(re.escape, marks))
     return float(all(text.count(mark) == 1 for mark in marks) and re.fullmatch(whole, text, re.DOTALL) is not None)
+
+
+def format_parts(messages: Messages, metadata: Any, *, think_tag: Text = "think", answer_tag: Text = "answer") -> float:
+    """0.25 for `<think>...</think>` in the response, and 0.75 for `<answer>...</answer>`: `format` of NeMo RL."""
+    text = response_text(messages)
+    return sum(
+        share for tag, share in ((think_tag, 0.25), (answer_tag, 0.75)) if re.search(_inside(tag), text, re.DOTALL)
+    )
 
 
 def exact_answer(
@@ -248,9 +256,31 @@ def box_giou(
     return overlap - gap if overlap < giou_penalty_thres else overlap
 
 
+def tagged_box_giou(
+    messages: Messages,
+    metadata: Any,
+    *,
+    giou_penalty_thres: float = 10.0,
+    answer_tag: Text = "answer",
+    key: Text = "ground_truth",
+) -> float:
+    """`box_giou` of the four numbers in the last `<answer>...</answer>`, with or without brackets; 0 without them.
+
+    `bbox_giou` of NeMo RL.
+    """
+    answers = find_answers(response_text(messages), answer_tag)
+    box = re.findall(_NUMBER, answers[-1]) if answers else []
+    if len(box) != 4:
+        return 0.0
+    given = [{"role": "assistant", "content": f"[{', '.join(box)}]", "sampled": True}]
+    return box_giou(given, metadata, giou_penalty_thres=giou_penalty_thres, key=key)
+
+
+_NUMBER = r"-?\d+(?:\.\d+)?"
+
+
 def _overlap_and_gap(messages: Messages, metadata: Any, key: str) -> tuple[float, float]:
-    number = r"\s*(-?\d+(?:\.\d+)?)\s*"
-    pattern = rf"\[{number},{number},{number},{number}\]"
+    pattern = rf"\[{','.join([rf'\s*({_NUMBER})\s*'] * 4)}\]"
     right = _expected_list(metadata, key)
     found, expected = (re.findall(pattern, text) for text in (response_text(messages), right))
     if not expected:
@@ -280,7 +310,8 @@ def vqa_agreement(
 
 
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
-    "format": format_reward,
+    "format": whole_format,
+    "format_parts": format_parts,
     "exact_answer": exact_answer,
     "exact_answer_alphanumeric": exact_answer_alphanumeric,
     "math_expression": math_expression,
@@ -292,7 +323,7 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     # Names of NeMo RL.
     "exact_alnum": exact_answer_alphanumeric,
     "math_expr": math_expression,
-    "bbox_giou": box_giou,
+    "bbox_giou": tagged_box_giou,
 }
 
 

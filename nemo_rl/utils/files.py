@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 logger = logging.getLogger(__name__)
@@ -33,14 +32,17 @@ _FULL_BELOW_BYTES = 1 << 20  # torch.save reports a full disk as an error about 
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as dict, list, str, int, finite float, bool and None. Raises TypeError for other types."""
+    """`value` as dict, list, str, int, finite float, bool and None. Raises TypeError for other types.
+
+    A scalar of numpy and a tensor without dimensions are numbers.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, np.generic):
+    if hasattr(value, "item") and value.ndim == 0:  # a scalar of numpy or torch
         return to_plain(value.item())
     if isinstance(value, Path):
         return str(value)

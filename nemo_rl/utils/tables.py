@@ -1,4 +1,7 @@
-"""Tables from a local JSONL, JSON, CSV or Parquet file, a folder of such files, or a Hugging Face path."""
+"""Tables from a local JSONL, JSON, CSV or Parquet file, a folder, or a Hugging Face path.
+
+A folder holds such files, or one `Dataset` or `DatasetDict` as `save_to_disk` of the package datasets writes it.
+"""
 
 import copy
 import mmap
@@ -15,6 +18,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 # Of files in folders, which the package datasets reads; the names are of files that it never takes for rows.
 FOLDER_FORMATS = {**FORMATS, ".ndjson": "json", ".tsv": "tsv", ".arrow": "arrow"}
 NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # of a `DatasetDict`, of a `Dataset`
 # What the readers of Parquet and CSV say.
 SAID_OF_EMPTY_FILES = ("BatchSize must be greater than 0", "No columns to parse from file")
 
@@ -28,13 +32,13 @@ def load_table(
     streaming: bool = False,
     builder: str | None = None,
 ) -> Any:
-    """A `datasets.Dataset` from a file, a folder of such files, or a Hugging Face path; streamed an `IterableDataset`.
+    """A `datasets.Dataset` from a file, a folder, or a Hugging Face path; streamed an `IterableDataset`.
 
     `builder`, a value of FORMATS, is the format of a file whose name does not end in it.
 
     Raises:
         FileNotFoundError: if a file does not exist.
-        ValueError: for an unknown file format, subset or split, a subset or split of a single file, a file that is
+        ValueError: for an unknown file format, subset or split, a subset or split of what has none, a file that is
             damaged or has no rows, or if the hub cannot be reached.
     """
     import datasets
@@ -56,9 +60,13 @@ def load_table(
         _require_readable(Path(path))
     else:
         require_hub(path)
-    with _naming_errors(path, builder):
-        loaded = datasets.load_dataset(**source, cache_dir=cache_dir, streaming=streaming)
-    if Path(path).is_dir():
+    is_saved = any((Path(path) / name).is_file() for name in SAVED_TO_DISK)
+    if is_saved:
+        loaded = _saved_to_disk(path, subset, split, streaming=streaming)
+    else:
+        with _naming_errors(path, builder):
+            loaded = datasets.load_dataset(**source, cache_dir=cache_dir, streaming=streaming)
+    if Path(path).is_dir() and not is_saved:
         read: Any = datasets.load_dataset_builder(path, name=subset, cache_dir=cache_dir).config.data_files
         _require_all_files(Path(path), read)
     wanted = split or "train"
@@ -70,6 +78,20 @@ def load_table(
     if not has_rows:
         raise ValueError(f"dataset {path!r} is empty: it has no rows")
     return table
+
+
+def _saved_to_disk(path: str, subset: str | None, split: str | None, *, streaming: bool) -> dict[str, Any]:
+    """The tables by split of a folder that `save_to_disk` wrote. A single one is `train` unless it says more."""
+    import datasets
+
+    if subset is not None:
+        raise ValueError(f"dataset {path!r} was written by save_to_disk and has no subset {subset!r}; set subset=null")
+    with _naming_errors(path, None):
+        saved: Any = datasets.load_from_disk(path)
+    tables = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
+    if split is None and len(tables) == 1:
+        tables = {"train": next(iter(tables.values()))}
+    return {str(name): table.to_iterable_dataset() if streaming else table for name, table in tables.items()}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
     "min": min,
     "max": max,
-    "std": lambda values: statistics.stdev(values) if len(values) > 1 else 0.0,
+    "std": statistics.pstdev,
     "sum": sum,
     "count": lambda values: float(len(values)),
 }

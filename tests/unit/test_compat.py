@@ -12,10 +12,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_rl import compat_calls
 from nemo_rl.compat import TABLE, targets
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.config import ENV_REGISTRY
 from nemo_rl.utils.registry import import_object
 
 
@@ -81,7 +83,7 @@ def test_data(tmp_path: Path) -> None:
     datasets, processors = theirs("data.datasets"), theirs("data.processors")
 
     (tmp_path / "rows.jsonl").write_text('{"q": "1+1", "a": "2"}\n{"q": "2+2", "a": "4"}\n')
-    section: dict[str, Any] = {"dataset_name": "ResponseDataset", "data_path": f"{tmp_path}/rows.jsonl"}
+    section: dict[str, Any] = {"dataset_name": "ResponseDataset", "data_path": tmp_path / "rows.jsonl"}
     section |= {"input_key": "q", "output_key": "a", "split_validation_size": 0.5}
     data = datasets.load_response_dataset(section)
     assert (len(data.dataset), len(data.val_dataset), data.task_name) == (1, 1, "ResponseDataset")
@@ -122,6 +124,48 @@ def test_advantages_are_theirs() -> None:
     batch = {"reward1": rewards, "reward2": 10 * rewards.flip(0)}
     first, *_, last = advantages("GDPO", {"use_leave_one_out_baseline": False}, repeated_batch=batch)
     assert first == pytest.approx(last, rel=1e-5)
+    gdpo = estimators.GDPOAdvantageEstimator({"use_leave_one_out_baseline": False}, {})
+    assert gdpo.compute_advantage(prompts, None, mask, batch)[0, 0].item() == pytest.approx(first)
+    with pytest.raises(TypeError, match="compute_advantage needs rewards"):
+        estimators.GRPOAdvantageEstimator({}, {}).compute_advantage(prompts, None, mask)
+
+
+def test_an_empty_batch_has_no_advantages() -> None:
+    prompts, rewards = torch.empty((0, 5), dtype=torch.int64), torch.empty(0)
+    baseline, std = theirs("algorithms.utils").calculate_baseline_and_std_per_prompt(prompts, rewards, rewards)
+    assert baseline.shape == std.shape == (0,)
+    for kind in ("GRPO", "GDPO", "ReinforcePlusPlus"):
+        estimator = vars(compat_calls)[f"{kind}AdvantageEstimator"]({})
+        assert estimator.compute_advantage(prompts, rewards, torch.empty(0, 7)).shape == (0, 7)
+    assert theirs("algorithms.utils").masked_mean(rewards, rewards) == 0
+
+
+def test_entries_of_registries_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = theirs("environments.utils").ENV_REGISTRY
+    assert registry["math"]["actor_class_fqn"] == ENV_REGISTRY["math"] and "maths" not in registry
+    monkeypatch.setitem(registry, "mine", {"actor_class_fqn": "my_envs.Mine"})
+    assert ENV_REGISTRY["mine"] == "my_envs.Mine" and len(registry) == len(ENV_REGISTRY)
+    with pytest.raises(TypeError, match="not default_processor: set data"):
+        registry["other"] = {"actor_class_fqn": "my_envs.Mine", "default_processor": "default"}
+    found = theirs("data.processors").PROCESSOR_REGISTRY
+    assert all(callable(found[name]) for name in found) and "sft_processor" in found
+
+
+def test_reward_functions_of_two_texts() -> None:
+    rewards = theirs("environments.rewards")
+    tagged, box = "<think>so</think> <answer>1/2</answer>", "<answer>[1, 1, 3, 3]</answer>"
+    assert rewards.math_expression_reward("0.5", tagged) == (1.0, True)
+    assert rewards.math_expression_reward("0.5", "<a>3</a>", tag="a") == (0.0, False)
+    assert rewards.format_reward("", tagged) == (1.0, None) and rewards.format_reward("", box)[0] == 0.75
+    assert rewards.exact_answer_alphanumeric_reward("ab", "<answer>A-b</answer>") == (1.0, True)
+    assert rewards.bbox_giou_reward("[1, 1, 3, 3]", box, giou_penalty_thres=0.5) == (1.0, True)
+    assert rewards.bbox_giou_reward("[1, 1, 3, 3]", "no tags") == (0.0, False)
+    parts = [(rewards.format_reward, 0.25), (rewards.math_expression_reward, 0.75)]
+    assert rewards.combine_reward_functions(parts)("0.5", tagged) == (1.0, True)
+    assert rewards.combine_reward_functions(parts)("1", box) == (pytest.approx(0.25 * 0.75), False)
+    assert rewards.combine_reward_functions([(rewards.format_reward, 1.0)])("", box) == (0.75, None)
+    with pytest.raises(ValueError, match="weights add up to 1"):
+        rewards.combine_reward_functions([(rewards.format_reward, 0.5)])
 
 
 def test_losses_take_a_batch_by_name() -> None:
@@ -186,10 +230,9 @@ def test_pythons_of_actors_and_defaults_of_datasets() -> None:
 
 def test_a_call_that_means_something_else_names_ours() -> None:
     for module, name, ours in (
-        ("grpo", "setup", "nemo_rl.algorithms.grpo.run_grpo(config)"),
-        ("sft", "sft_train", "nemo_rl.algorithms.supervised.run_sft(config)"),
         ("loss", "DPOLossFn", "nemo_rl.algorithms.losses.preference.DPOLoss"),
         ("loss_functions", "NLLLoss", "nemo_rl.algorithms.losses.nll.NLLLoss"),
+        ("loss", "DistillationLossFn", "nemo_rl.algorithms.losses.distillation.DistillationLoss"),
     ):
         with pytest.raises(TypeError, match=re.escape(ours)):
             getattr(theirs(f"algorithms.{module}"), name)({}, None)

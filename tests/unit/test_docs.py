@@ -17,13 +17,13 @@ from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
 from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.data_preview import load_run_config
-from nemo_rl.config.loader import load_config
+from nemo_rl.config.loader import known_keys, load_config
 from nemo_rl.config.rules import Derived
 from nemo_rl.data import config as data
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.composite import CompositeEnvironment
-from nemo_rl.environments.config import RewardModelEnvironmentConfig
+from nemo_rl.environments.config import EnvironmentConfig, RewardModelEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
@@ -190,6 +190,30 @@ def test_the_keys_of_every_method_of_the_guide_to_grpo_load(method: str, keys: s
     whole: Any = OmegaConf.to_container(sections)
     ClippedPGLossConfig.model_validate(whole["loss_fn"])
     GRPOConfig.model_validate(whole["grpo"])
+
+
+COMING = PAGES["docs/coming-from-nemo-rl.md"]
+
+
+def test_our_keys_and_variables_on_the_page_for_newcomers_exist():
+    known = {key for master in MASTERS.values() for key in known_keys(master, {"env": {"<name>": {}}})}
+    known |= {f"env.<name>.{key}" for key in EnvironmentConfig.model_fields}
+    sections = {key.partition(".")[0] for key in known}
+    ours = [cell for header, rows in tables(COMING) if header != "module" for row in rows for cell in row[1:]]
+    named = {text.partition(":")[0].strip() for cell in ours for text in code(cell)}
+    keys = {name for name in named if name.partition(".")[0] in sections and "." in name}
+    assert keys - known == set() and len(keys) > 30
+    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl").rglob("*.py"))
+    [variables] = [rows for _, rows in tables(COMING) if any("HF_HOME" in row[0] for row in rows)]
+    for row in variables:
+        is_read = row[1].startswith("the same") and "cfg" not in row[0]
+        assert all(
+            (f'"{name}"' in sources) == is_read for name in code(row[0]) if name.startswith(("NRL_", "NEMO_RL_"))
+        )
+    script = (ROOT / "ray.sub").read_text()
+    [of_slurm] = [rows for _, rows in tables(COMING) if any("GPUS_PER_NODE" in row[0] for row in rows)]
+    for row in of_slurm:
+        assert all((f"${{{name}" in script) == ("not read" not in row[2]) for name in code(row[0])), row[0]
 
 
 # -- links, files, metrics

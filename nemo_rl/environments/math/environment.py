@@ -12,7 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.math.verification import INTEGER, TURN_END, Verification, VerifierPool, died, offered
-from nemo_rl.environments.rewards import as_response, find_answers, format_reward, response_text, response_turns
+from nemo_rl.environments.rewards import as_response, find_answers, response_text, response_turns, whole_format
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.task_formats import one_text
 
@@ -107,7 +107,7 @@ class MathMultiRewardEnvironment(MathEnvironment):
         judged = [[{"role": "assistant", "content": text, "sampled": True}] for text in texts]
         result = super().step(judged, metadata)
         integer = [float(bool(found) and INTEGER.fullmatch(found[-1].strip()) is not None) for found in answers]
-        form = [format_reward(log, {}) for log in message_log_batch]
+        form = [whole_format(log, {}) for log in message_log_batch]
         rewards = torch.stack([torch.as_tensor(result.rewards), torch.tensor(integer), torch.tensor(form)], dim=1)
         metrics = [dict(zip(("correct", "integer", "format"), row, strict=True)) for row in rewards.tolist()]
         return result._replace(rewards=rewards, metrics=metrics)

@@ -10,10 +10,11 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,8 +22,16 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from nemo_rl.config.loader import register_omegaconf_resolvers
 from nemo_rl.config.sources import load_tree
 from nemo_rl.models.policy.checkpoint import GENERATION_CONFIG, policy_tensors, save_model_files, write_safetensors
 from nemo_rl.models.policy.experts import ExpertNames
@@ -34,9 +43,11 @@ from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.models.policy.vision.families import name_in_model
 from nemo_rl.models.policy.weight_loading import checkpoint_files
 from nemo_rl.refit.layout import merge
-from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.foreign import MEGATRON, find_foreign
+from nemo_rl.utils.checkpoint.manager import CONFIG_NAME, CheckpointError
 from nemo_rl.utils.checkpoint.manifest import find_damage, sealed_digest, sealed_sizes
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, load_tensors, saved_tensors
+from nemo_rl.utils.files import digest as digest_of
 from nemo_rl.utils.files import make_once, whole_or_not_at_all
 
 logger = logging.getLogger(__name__)
@@ -58,24 +69,35 @@ class Source:
 
     weights: Path
     policy: Path  # config.json, generation_config.json and tokenizer/
-    is_model_directory: bool  # weights is a Hugging Face model directory
+    is_model_directory: bool = False  # weights is a Hugging Face model directory
+    is_foreign: bool = False  # NeMo RL wrote it: what model it is, the configuration of the run says
 
 
 def convert_checkpoint(
-    checkpoint: Path, output: Path, dtype: str | None = None, *, tokenizer_from: str | None = None
+    checkpoint: Path,
+    output: Path,
+    dtype: str | None = None,
+    *,
+    tokenizer_from: str | None = None,
+    run_config: Path | None = None,
+    resolve: Callable[[str], str] = str,
 ) -> None:
-    """Write `output` from `checkpoint`.
+    """Write `output` from `checkpoint`, of this library or, under Hugging Face names, of NeMo RL.
 
     The whole model is in memory once, in `dtype`, or, if Megatron saved it, some tensors at a time. `output` appears
     when it is complete.
 
     Args:
         dtype: of the parameters, such as "bfloat16"; None keeps the saved dtypes.
-        tokenizer_from: a directory or hub model, for a checkpoint without a tokenizer.
+        tokenizer_from: a directory or hub model, for a checkpoint without a tokenizer; None: of `run_config`.
+        run_config: the configuration of the run. A checkpoint of NeMo RL needs it, or has it in its step_N.
+        resolve: from a model's name there to its directory or hub name.
 
     Raises:
         ValueError, CheckpointError, OSError: with what to change.
     """
+    if tokenizer_from is None and run_config is not None:
+        tokenizer_from = resolve(_policy_of_run(run_config)["tokenizer_name"])
     with whole_or_not_at_all(output) as partial:
         source = find_source(checkpoint)
         chosen = None if dtype is None else DTYPES[dtype]
@@ -84,9 +106,12 @@ def convert_checkpoint(
             raise _only_adapters(source.weights)
         dtypes = [tensor.properties.dtype for tensor in saved.values() if tensor.properties.dtype.is_floating_point]
         directory = source.weights if source.is_model_directory else source.policy
-        if not (directory / "config.json").is_file():
+        if source.is_foreign:
+            config = _model_of_run(run_config or source.policy.parent / CONFIG_NAME, resolve)
+        elif (directory / "config.json").is_file():
+            config = AutoConfig.from_pretrained(directory)
+        else:
             raise ValueError(f"{directory / 'config.json'} is missing: it says what model the weights are of")
-        config = AutoConfig.from_pretrained(directory)
         config.dtype = chosen or mode(dtypes)  # the dtype of most tensors
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended: one process
@@ -109,13 +134,33 @@ def convert_checkpoint(
             AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
 
 
-def tokenizer_of_run(config: Path) -> str:
-    """The tokenizer that the configuration of a run names. ValueError if it names none."""
+def _model_of_run(config: Path, resolve: Callable[[str], str]) -> PretrainedConfig:
+    """What model the run of a configuration trains. ValueError if it does not say it, or the model cannot be found."""
+    if not config.is_file():
+        raise ValueError(f"{config} is missing: it says what model the weights are of; name it with --config")
+    policy = _policy_of_run(config)
+    name = resolve(policy["model_name"])
+    try:
+        model = AutoConfig.from_pretrained(name, **policy["hf_config_overrides"] or {})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{config}: policy.model_name {policy['model_name']!r} cannot be loaded: {error}") from error
+    if policy["is_reward_model"]:
+        if type(model) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ValueError(f"{config}: transformers has no reward model of type {model.model_type!r}")
+        kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model)]
+        model.architectures, model.num_labels = [kind.__name__], 1
+    return model
+
+
+def _policy_of_run(config: Path) -> dict[str, Any]:
+    register_omegaconf_resolvers()
     tree = OmegaConf.create(load_tree(config).values)
-    name = OmegaConf.select(tree, "policy.tokenizer.name") or OmegaConf.select(tree, "policy.model_name")
-    if name is None:
+    keys = {"tokenizer_name": "tokenizer.name", "is_reward_model": "reward_model_cfg.enabled"}
+    names = {name: f"policy.{keys.get(name, name)}" for name in ("model_name", "hf_config_overrides", *keys)}
+    values = {name: OmegaConf.select(tree, key) for name, key in names.items()}
+    if values["model_name"] is None:
         raise ValueError(f"{config} has no policy.model_name; give the config.yaml of the run")
-    return str(name)
+    return {**values, "tokenizer_name": values["tokenizer_name"] or values["model_name"]}
 
 
 def find_source(checkpoint: Path) -> Source:
@@ -127,6 +172,15 @@ def find_source(checkpoint: Path) -> Source:
         raise _only_adapters(checkpoint)
     if sealed_sizes(checkpoint) and (damage := _damage(checkpoint)):
         raise ValueError(f"{checkpoint} is damaged: {damage}")
+    if (foreign := find_foreign(checkpoint)) is not None:
+        if foreign.kind == MEGATRON:
+            raise ValueError(f"{checkpoint} is {foreign}: {foreign.remedy(checkpoint)}")
+        consolidated = foreign.weights / "consolidated"
+        if (consolidated / "config.json").is_file():
+            return Source(consolidated, foreign.policy, is_model_directory=True)
+        if (foreign.weights / ADAPTER_CONFIG).is_file():
+            raise _only_adapters(foreign.weights)
+        return Source(foreign.weights, foreign.policy, is_foreign=True)
     for weights in (checkpoint / "policy" / "weights", checkpoint / "weights", checkpoint):
         if holds_tensors(weights):
             is_model = (weights / "config.json").is_file()
@@ -159,23 +213,44 @@ def _convert_shards(
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=config.dtype)
     wanted = policy_tensors([model])
-    check_checkpoint_fits(source.weights, {name: tensor.shape for name, tensor in wanted.items()})
-    state = {}
+    prefix = _prefix(wanted, saved)
+    experts = ExpertNames(config.get_text_config().model_type).as_in({name.removeprefix(prefix) for name in saved})
+
+    def on_disk(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the checkpoint has of a tensor: itself or, before v0.6 of NeMo RL, its part for each expert."""
+        if prefix + name in saved:
+            return {prefix + name: tensor}
+        return {prefix + part: view for part, view in experts.split(name, tensor)}
+
+    # NeMo RL also saves the second name of a tied tensor.
+    shapes = {prefix + name: tensor.shape for name, tensor in model.state_dict().items() if prefix + name in saved}
+    for name, tensor in wanted.items():
+        shapes |= {part: view.shape for part, view in on_disk(name, tensor).items()}
+    check_checkpoint_fits(source.weights, shapes)
+    state, parts = {}, {}
     for name, tensor in wanted.items():
         is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers may need more precision
-        state[name] = torch.empty(tensor.shape, dtype=chosen if is_cast else saved[name].properties.dtype)
+        dtype = chosen if is_cast else saved[next(iter(on_disk(name, tensor)))].properties.dtype
+        state[name] = torch.empty(tensor.shape, dtype=dtype)
+        parts |= on_disk(name, state[name])
     # A prediction head, which transformers leaves out of the model, has the names of the model's own tensors.
     folder, beside = source.policy / "draft" / "weights", {}
     for name, meta in saved_tensors(folder).items() if folder.is_dir() else ():
         if name.startswith(("model.", "mtp.")):
             is_cast = chosen is not None and "correction_bias" not in name
             beside[name] = torch.empty(meta.size, dtype=chosen if is_cast else meta.properties.dtype)
-    load_tensors(state, source.weights)
+    load_tensors(parts, source.weights)
     if beside:
         load_tensors(beside, folder)
     state |= beside
     # transformers writes names and shapes as models have them on disk: it splits fused experts, for example.
     model.save_pretrained(output, state_dict=state)
+
+
+def _prefix(wanted: Iterable[str], saved: Iterable[str]) -> str:
+    """What stands before the names of a model's tensors in a checkpoint: nothing, or `model.` of NeMo RL."""
+    first = next(iter(wanted))
+    return min((name.removesuffix(first) for name in saved if f".{name}".endswith(f".{first}")), key=len, default="")
 
 
 def _copy_tokenizer(source: Source, output: Path) -> None:
@@ -207,7 +282,9 @@ def find_adapter(checkpoint: Path) -> Path:
     If there is none, `checkpoint`: `read_peft_adapter` says that it is no adapter.
     """
     checkpoint = _without_iteration(checkpoint)
-    directories = (checkpoint, checkpoint / "policy" / "adapter", checkpoint.parent / "adapter")
+    directories = [checkpoint, checkpoint / "policy" / "adapter", checkpoint.parent / "adapter"]
+    if (foreign := find_foreign(checkpoint)) is not None:
+        directories.append(foreign.weights)
     return next((directory for directory in directories if (directory / ADAPTER_CONFIG).is_file()), checkpoint)
 
 
@@ -355,7 +432,10 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
     else:
         step = path
     digest = sealed_digest(step)
-    assert digest is not None, "a sound checkpoint has a manifest"
+    if digest is None:  # of NeMo RL, without a manifest
+        files = sorted(file for file in step.rglob("*") if file.is_file())
+        stamps = [(str(file.relative_to(step)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        digest = digest_of(json.dumps(stamps))
     beside = step.absolute().parent
     folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
     model = folder / f"{step.name}-{digest[:12]}-{dtype}"
@@ -364,8 +444,9 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
 
 
 def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
-    policy = step / "policy"
-    consolidated, tokenizer = policy / "weights" / "consolidated", policy / "tokenizer"
+    policy, foreign = step / "policy", find_foreign(step)
+    consolidated = (policy / "weights" if foreign is None else foreign.weights) / "consolidated"
+    tokenizer = policy / "tokenizer"
     if (consolidated / "config.json").is_file():
         for file in (file for folder in (consolidated, tokenizer) if folder.is_dir() for file in folder.iterdir()):
             if not (target / file.name).is_symlink():
@@ -374,7 +455,7 @@ def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str],
         return
     logger.info("converting %s into %s (once; it may be deleted)", step, target.parent)
     if not (policy / "adapter" / ADAPTER_CONFIG).is_file():
-        convert_checkpoint(step, target, dtype)
+        convert_checkpoint(step, target, dtype, resolve=resolve_base)
         return
     name = read_peft_adapter(policy / "adapter").base_model_name
     assert name is not None, "adapters of this library name their base model"
@@ -404,6 +485,8 @@ def _newest_sound(path: Path) -> Path:
 
 
 def _damage(step: Path) -> str | None:
-    """Damage to the files of the model in a checkpoint; the optimizer's files are not read."""
+    """Damage to the files of the model in a checkpoint; the optimizer's files are not read, nor those of NeMo RL."""
+    if find_foreign(step) is not None:
+        return None
     names = [name for name in sealed_sizes(step) if name.startswith("policy/")]
     return find_damage(step, [name for name in names if not name.startswith("policy/optimizer/")])

@@ -41,6 +41,7 @@ from nemo_rl.models.policy.head.scalar import (
 )
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, sees_images
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors, open_tensors
+from nemo_rl.utils.checkpoint.foreign import CONVERT, find_foreign
 from nemo_rl.utils.checkpoint.tensors import shape_differences
 
 logger = logging.getLogger(__name__)
@@ -231,6 +232,11 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
 def _other_form(path: Path) -> str:
     """What a file or a directory holds in place of a model, and the remedy; "" if that is not known."""
     files = [path] if path.is_file() else sorted(path.iterdir())
+    if (foreign := find_foreign(path)) is not None:
+        return f"is {foreign} and no model directory: {foreign.remedy(path)}; then name the new folder"
+    if (path / "policy" / "weights").is_dir():
+        convert = f"{CONVERT} --checkpoint {path} --hf-ckpt-path NEW_FOLDER"
+        return f"is a checkpoint and no model directory: make one of it, and name that: {convert}"
     adapter = path / ADAPTER_CONFIG
     if adapter.is_file():
         try:

@@ -14,6 +14,7 @@ import math
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any
 import yaml
 
 from nemo_rl.utils import files as strict_json
+from nemo_rl.utils.checkpoint.foreign import find_foreign
 from nemo_rl.utils.checkpoint.lock import FolderLock, FolderTaken
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_sizes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
@@ -64,13 +66,17 @@ class CheckpointManager:
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
         known_metrics: Collection[str] = frozenset(),
     ) -> None:
+        self.metric_name = cfg.metric_name if isinstance(cfg, CheckpointingConfig) else cfg.get("metric_name")
         if not isinstance(cfg, CheckpointingConfig):
             from nemo_rl.config.loader import build_section  # Hydra, which workers do not need
 
-            cfg = build_section("checkpointing", CheckpointingConfig, cfg)
+            # A name without "val:" or "train:" is a key of the training_info.json that the script writes.
+            is_key = self.metric_name is not None and ":" not in self.metric_name
+            cfg = build_section(
+                "checkpointing", CheckpointingConfig, {**cfg, **({"metric_name": None} if is_key else {})}
+            )
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
-        self.metric_name = cfg.metric_name
-        self._logged_metric = None if cfg.metric_name is None else logged_metric(cfg.metric_name)
+        self._logged_metric = self.metric_name if cfg.metric_name is None else logged_metric(cfg.metric_name)
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k
         self._cfg = cfg
@@ -202,8 +208,14 @@ class CheckpointManager:
         return self._path(steps[-1]) if steps else None
 
     def get_best_checkpoint_path(self) -> Path | None:
-        """The best by `metric_name` (the latest without a metric), not checked for damage; None when there is none."""
+        """The best by `metric_name` (the latest without a metric), not checked for damage; None when there is none.
+
+        A warning names the checkpoints without the metric. The latest is the best if all are.
+        """
         ranked = self._best_first()
+        if ignored := [f"step_{step}" for step in sorted(ranked) if self._value(step) == -math.inf]:
+            rest = "; the latest is taken" if len(ignored) == len(ranked) else ""
+            warnings.warn(f"{', '.join(ignored)}: ignored for want of {self.metric_name}{rest}", stacklevel=2)
         return self._path(ranked[0]) if ranked else None
 
     def latest_finished(self) -> Path | None:
@@ -228,6 +240,13 @@ class CheckpointManager:
             self._damaged_steps.add(step)
         if not reasons:
             return None
+        newest = self.checkpoint_dir / f"step_{max(self._damaged_steps)}"
+        if (foreign := find_foreign(newest)) is not None:
+            raise CheckpointError(
+                f"{newest} is {foreign}, and a run continues only from checkpoints of this library. To start from its "
+                f"weights, {foreign.remedy(newest)}; name the new folder as policy.model_name, and set "
+                "checkpointing.checkpoint_dir to another directory"
+            )
         text = "\n".join([f"{self.checkpoint_dir} holds {len(reasons)} checkpoints and none is sound:", *reasons])
         raise CheckpointError(f"{text}\nRestore one from a copy; {_START_ANEW}.")
 

@@ -12,9 +12,10 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.config.rules import value_of
+from nemo_rl.environments import rewards as reward_functions
 from nemo_rl.environments.config import ENV_REGISTRY, CompositeEnvironmentConfig
 from nemo_rl.environments.registry import register_env
-from nemo_rl.environments.rewards import find_reward_function, load_reward
+from nemo_rl.environments.rewards import load_reward
 from tests.tables import cases
 from tests.unit.config.run_configs import MASTERS, MINIMAL
 from tools.config_cli import convert
@@ -288,8 +289,8 @@ def test_an_environment_of_pictures_is_a_sum_of_rewards(caplog: pytest.LogCaptur
     tree["env"] = {"clevr-cogent": {"num_workers": 4, "reward_functions": rewards}}
     section = build_config(GRPOMasterConfig, tree).env["clevr-cogent"]
     assert isinstance(section, CompositeEnvironmentConfig) and section.num_workers == 4
-    names = ("format", "exact_answer_alphanumeric", "math_expression", "box_giou")
-    assert [load_reward(part) for part in section.reward_functions] == [find_reward_function(name) for name in names]
+    names = ("format_parts", "exact_answer_alphanumeric", "math_expression", "tagged_box_giou")
+    assert [load_reward(part) for part in section.reward_functions] == [vars(reward_functions)[name] for name in names]
     assert "env.clevr-cogent: is of type vlm" in caplog.text
 
 
@@ -457,3 +458,10 @@ def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_pa
     (tmp_path / "old.yaml").write_text(NEW)  # the parent may be converted, too
     config = load_config(GRPOMasterConfig, tmp_path / "new.yaml")
     assert (config.grpo.seed, config.data.train[0].split) == (7, "other")
+
+
+def test_a_section_that_replaces_its_parents_keeps_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(OLD)
+    child = "defaults: old.yaml\nenv:\n  _override_: true\n  math:\n    num_workers: 4\n"
+    (tmp_path / "child.yaml").write_text(child)
+    assert convert(tmp_path / "child.yaml") == child

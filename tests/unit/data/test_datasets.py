@@ -87,6 +87,27 @@ def test_every_row_of_a_folder_is_read_or_the_folder_is_refused(write, tmp_path,
         load_table(str(tmp_path / "folder"), streaming=streaming)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_save_to_disk_wrote_is_a_table_or_its_splits(tmp_path, streaming):
+    one, other = (datasets.Dataset.from_list(ROWS[:number]) for number in (3, 5))
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=one, test=other).save_to_disk(str(tmp_path / "both"))
+
+    def num_rows(name: str, **keys: str) -> int:
+        return len(list(load_table(str(tmp_path / name), streaming=streaming, **keys)))
+
+    assert [num_rows("one"), num_rows("both"), num_rows("both", split="test")] == [3, 3, 5]
+    for name, keys, told in (
+        ("one", {"split": "test"}, "has no split 'test'; it has train"),
+        ("both", {"split": "dev"}, "has no split 'dev'; it has train, test"),
+        ("both", {"subset": "main"}, "has no subset 'main'; set subset=null"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            num_rows(name, **keys)
+    loaded, _ = load_rows(dataset(data_path=str(tmp_path / "one"), **COLUMNS))
+    assert [loaded[i]["expected_answer"] for i in range(3)] == ["0", "2", "4"]
+
+
 def without_rows(path):
     table = pyarrow.table({"input": ["1"]})
     if "groups" in path.name:

@@ -87,6 +87,12 @@ def test_micro_batches_fit_and_the_order_can_be_undone(kind):
     assert rows_of(joined) == list(range(12)) and joined["names"] == batch["names"]
     for number in (0, 1):
         parts = [shard.get_batch(number) for shard in shards]
+        for shard, part in zip(shards, parts, strict=True):
+            assert part.micro_batch_indices == [shard.micro_batch_indices[number]]
+            assert part.micro_batch_lengths == [shard.micro_batch_lengths[number]]
+            ranges = shard.micro_batch_indices[number]
+            assert [0, *(end for _, end in ranges)] == [*(start for start, _ in ranges), part.size]
+            assert shard.elem_counts_per_gb[number] == part.size and len(part.micro_batch_lengths[0]) == len(ranges)
         assert sorted(row for part in parts for row in rows_of(part)) == list(range(6 * number, 6 * number + 6))
         if kind == "dynamic_batching_args":
             made = [list(part.make_microbatch_iterator_with_dynamic_shapes()) for part in parts]

@@ -11,8 +11,9 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.environments import rewards
 from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.composite import CompositeEnvironment
+from nemo_rl.environments.config import RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
-from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, format_reward
+from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, whole_format
 from tests.conversations import answered as log
 from tests.unit.config.run_configs import build
 
@@ -156,9 +157,15 @@ def test_format():
         "": 0.0,
     }
     for answer, value in values.items():
-        assert format_reward(log(answer), {}) == value
+        assert whole_format(log(answer), {}) == value
         tagged = answer.replace("think", "t").replace("answer", "a")
-        assert format_reward(log(tagged), {}, think_tag="t", answer_tag="a") == value
+        assert whole_format(log(tagged), {}, think_tag="t", answer_tag="a") == value
+
+
+def test_parts_of_the_format_count_by_themselves():
+    for answer, value in {"<think>a</think>": 0.25, "so <answer>4</answer>.": 0.75, "<think>4</answer>": 0.0}.items():
+        assert rewards.format_parts(log(answer), {}) == value
+    assert rewards.format_parts(log("<t>\n</t><a></a>"), {}, think_tag="t", answer_tag="a") == 1.0
 
 
 def test_exact_answers():
@@ -195,3 +202,13 @@ def test_boxes_that_do_not_meet_get_more_the_nearer_they_are():
     assert box_giou(log("[0, 0, 1, 2]"), known, giou_penalty_thres=0.5) == 0.5, "nothing is subtracted"
     assert box_overlap(log("nowhere"), known) == 0.0
     assert box_giou(log(f"[0, 0, {'9' * 400}, 2]"), known) == -1.0
+
+
+def test_a_box_between_tags_may_lack_its_brackets():
+    known = {"ground_truth": "[0, 0, 2, 2]"}
+    boxes = {"<answer>[1, 1, 3, 3]</answer>": 1 / 7 - 2 / 9, "[9, 9, 9, 9] <answer>1 0 3.0 2</answer>": 2 / 6}
+    boxes |= dict.fromkeys(("[0, 0, 2, 2]", "<answer>0, 0, 2</answer>", ""), 0.0)
+    for answer, value in boxes.items():
+        assert rewards.tagged_box_giou(log(answer), known) == pytest.approx(value), answer
+    section = RewardFunctionConfig(name="bbox_giou", kwargs={"giou_penalty_thres": 0.1, "answer_tag": "box"})
+    assert rewards.load_reward(section)(log("<box>1, 1, 3, 3</box>"), known, **section.kwargs) == pytest.approx(1 / 7)

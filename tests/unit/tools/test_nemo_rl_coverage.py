@@ -3,6 +3,8 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[3] / "tools" / "nemo_rl_coverage.py"
 BASE = """
 grpo: {val_start_at: 5, stop_at_validation_metric: accuracy, stop_at_validation_threshold: 0.9, async_grpo: null}
@@ -23,6 +25,7 @@ FILES = {
 }
 SAID = """\
 3 configurations of runs; 1 files are parts of others
+  part.yml
 2 load, 2 of them with remarks
 1 are refused for features that are missing here
      1 quantisation-aware training, NeMo RL v0.7
@@ -45,3 +48,15 @@ def test_files_load_or_are_refused_or_would_stop_and_are_written_in_todays_form(
     (tmp_path / "typo.yaml").write_text("defaults: base.yaml\npolicy: {quant_cfg: NVFP4, of_tomorrow: 1}\n")
     assert main(["."]) == 1
     assert "1 are unclear\n  typo.yaml:2: policy.of_tomorrow: unknown key" in capsys.readouterr().out
+    (tmp_path / "typo.yaml").write_text("grpo: {}\n")
+    assert main(["."]) == 1
+    assert "  typo.yaml: policy.model_name: is required\n" in capsys.readouterr().out, "no line, but a file"
+
+
+def test_a_folder_without_configurations_proves_nothing(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(TOOL.parent)
+    main = runpy.run_path(str(TOOL))["main"]
+    assert main([str(tmp_path)]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "nowhere")])
+    assert "nowhere is no folder" in capsys.readouterr().err

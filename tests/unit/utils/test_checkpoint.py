@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from nemo_rl.utils.checkpoint import manager as checkpoints
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
@@ -125,21 +128,36 @@ def test_checkpoints_that_others_made_are_ranked_and_said_to_be_foreign(tmp_path
     for step, accuracy in [(10, None), (20, 0.9), (30, 0.5)]:
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "training_info.json").write_text(json.dumps({"val:accuracy": accuracy}))
-    assert manager.get_best_checkpoint_path() == tmp_path / "step_20"
+    with pytest.warns(UserWarning, match="step_10: ignored"):
+        assert manager.get_best_checkpoint_path() == tmp_path / "step_20"
     with pytest.raises(CheckpointError, match=r"step_10: manifest\.json is missing: another program wrote this"):
         manager.latest_sound()
 
 
 def test_a_script_saves_with_a_dictionary_as_configuration(tmp_path):
-    settings = {"enabled": True, "checkpoint_dir": str(tmp_path), "metric_name": "val:accuracy", "keep_top_k": 1}
+    settings = {"enabled": True, "checkpoint_dir": tmp_path, "metric_name": "val:accuracy", "keep_top_k": 1}
     manager = CheckpointManager(settings | {"higher_is_better": True, "save_period": 1})
     for step, accuracy in [(1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)]:
-        tmp = manager.init_tmp_checkpoint(step, {"step": step, "val:accuracy": accuracy}, {"seed": 1})
-        manager.finalize_checkpoint(str(tmp))
+        info = {"step": torch.tensor(step), "val:accuracy": np.float64(accuracy)}
+        manager.finalize_checkpoint(str(manager.init_tmp_checkpoint(step, info, {"seed": torch.tensor(1)})))
     assert steps_in(tmp_path) == ["step_2", "step_4"]
     assert (tmp_path / "step_2" / "config.yaml").read_text() == "seed: 1\n"
     assert manager.load_training_info(manager.get_best_checkpoint_path()) == {"step": 2, "val:accuracy": 0.9}
     assert manager.latest_sound() == tmp_path / "step_4"
+    with pytest.raises(TypeError, match="cannot be written as JSON: Tensor"):
+        manager.init_tmp_checkpoint(5, {"losses": torch.ones(2)})
+
+
+def test_a_metric_without_val_or_train_is_a_key_of_the_scripts_training_info(tmp_path):
+    settings = {"checkpoint_dir": tmp_path, "metric_name": "loss", "higher_is_better": False, "keep_top_k": None}
+    manager = CheckpointManager(settings)
+    for step, info in [(1, {"loss": 0.5}), (2, {}), (3, {"loss": 0.9}), (4, {"loss": math.nan})]:
+        manager.finalize_checkpoint(manager.init_tmp_checkpoint(step, info))
+    with pytest.warns(UserWarning, match=r"^step_2, step_4: ignored for want of loss$"):
+        assert manager.get_best_checkpoint_path() == tmp_path / "step_1"
+    with pytest.warns(UserWarning, match=r"val_loss; the latest is taken$"):
+        best = CheckpointManager(settings | {"metric_name": "val_loss"}).get_best_checkpoint_path()
+    assert best == tmp_path / "step_4"
 
 
 def flip_a_byte(path: Path) -> None:

@@ -14,6 +14,7 @@ def test_measurements_add_up_by_label_and_misuse_is_an_error():
     assert timer.stop("refit") == 0.5
     assert timer.get_elapsed("train") == [1.0, 3.0]
     assert timer.get_timing_metrics("sum") == {"train/forward": 4.0, "train": 4.0, "refit": 0.5}
+    assert (timer.reduce("train", "std"), timer.reduce("refit", "std")) == (1.0, 0.0)  # of all, not of a sample
     assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
     timer.reset()
     assert timer.get_timing_metrics() == {}
