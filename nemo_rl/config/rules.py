@@ -14,8 +14,15 @@ A condition is a key alone (`enabled`, `not enabled`: any value but null, false,
 (`dim > 8`, `optimizer=[sgd, muon]`, `min_lr < {lr}`, `modules has mlp`; null is neither above nor below anything), or
 several, joined by ` and `.
 
-A message gives the reason and, after a semicolon, the remedy; without one, the remedy is to set what is required, or to
-switch off what is excluded. `{key}` stands for the value of a key, `{section}` for the name of the section.
+A message gives the reason, and after ` -> ` the ways out: keys of the section and their values, which go together where
+` and ` joins them, with ` | ` between several ways. Without any, the way out is to set what is required, or to switch
+off what is excluded. A remedy that names no value stands in words, after a semicolon. `{key}` stands for the value of a
+key, `{section}` for the name of the section.
+
+    "optimizer=null requires megatron_cfg.enabled": "trains without one -> optimizer.name=torch.optim.AdamW",
+    "alpha: scale > 1 excludes exact": "speed costs bits -> scale=1 | exact=false and alpha=null",
+
+No way out leads into another rule: `tests/unit/config/test_remedies.py` takes each of them.
 """
 
 import math
@@ -184,14 +191,25 @@ def violations(rules: Rules, section: BaseModel | dict[str, Any]) -> Iterator[tu
         when, verb, other = parts["when"], parts["verb"], parts["other"]
         if holds(when, section) and (verb is None or holds(other, section) == (verb == "excludes")):
             key = parts["key"] or _first_key(when)
-            if ";" not in message:
-                assert verb is not None, f"the rule {rule!r} needs a remedy"
-                message = f"{message}; {_remedy(when, verb, other, section)}"
+            reason, _, ways = message.partition(" -> ")
+            if ways or ";" not in reason:
+                assert ways or verb is not None, f"the rule {rule!r} needs a remedy"
+                chosen = ways.split(" | ") if ways else _ways(when, verb, other, section)
+                message = f"{reason}; {remedy(*chosen, section='{section}')}"
             yield filled(key, section), filled(message, section)
 
 
-def _remedy(when: str, verb: str, other: str, section: Any) -> str:
-    """The remedy of a rule that names none: change `other`, or switch off `when` if it is a switch."""
+def remedy(*ways: str, section: str = "") -> str:
+    """`set a=1 and b=2, or c=null`: ways out of a problem, which are `key=value`, several joined by ` and `.
+
+    `section`: where their keys stand.
+    """
+    prefix = f"{section}." if section else ""
+    return "set " + ", or ".join(f" and {prefix}".join(f"{prefix}{way}".split(" and ")) for way in ways)
+
+
+def _ways(when: str, verb: str, other: str, section: Any) -> list[str]:
+    """The ways out of a rule that names none: change `other`, or switch off `when` if it is a switch."""
     key = _first_key(other)
     if verb == "excludes":
         fix = f"{key}={'false' if value_of(section, key) is True else 'null'}"
@@ -200,7 +218,7 @@ def _remedy(when: str, verb: str, other: str, section: Any) -> str:
     else:
         fix = other.replace(" > ", " above ").replace(" < ", " below ")
     is_switch = " " not in when and value_of(section, _first_key(when)) is True
-    return f"set {{section}}.{fix}" + (f", or {{section}}.{when}=false" if is_switch else "")
+    return [fix, f"{when}=false"] if is_switch else [fix]
 
 
 def holds(condition: str, section: Any) -> bool:

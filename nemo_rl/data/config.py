@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from nemo_rl.config.rules import Derived, StrictModel, accepted_by, is_mapping_of_sections
+from nemo_rl.config.rules import Derived, StrictModel, accepted_by, is_mapping_of_sections, remedy
 
 
 def _share_or_number(size: float) -> None:
@@ -95,9 +95,9 @@ class TableConfig(StrictModel):
     """As in `data.default`, for this dataset."""
 
     rules: ClassVar = {  # names of NeMo RL that would fail only when the rows are read
-        "dataset_name=NemoGymDataset": "not supported under this name; set dataset_name: nemo_gym",
+        "dataset_name=NemoGymDataset": "belongs to NeMo-Gym; the dataset nemo_gym has its rows",
         "dataset_name=[mmpr-tiny, daily-omni, audiomcq, avqa, general-conversation-jsonl]": "has sound; choose another",
-        "processor=nemo_gym_data_processor": "not needed; set dataset_name: nemo_gym",
+        "processor=nemo_gym_data_processor": "belongs to NeMo-Gym; the dataset nemo_gym needs none",
     }
 
     @property
@@ -204,7 +204,8 @@ class DataConfig(DataSection):
             except ValueError as error:
                 yield "train.0.weight", str(error)
         if given and self.custom_dataloader is not None:
-            yield "custom_dataloader", "sets with weights have an order of their own; set it to null, or weight to null"
+            fix = remedy("{section}.custom_dataloader=null")
+            yield "custom_dataloader", f"sets with weights have an order of their own; {fix}"
         for index, dataset in enumerate(self.validation or []):
             if dataset.weight is not None:
                 yield f"validation.{index}.weight", "only data.train has weights; leave it out, or set repeat"
@@ -247,10 +248,10 @@ class ExampleTableConfig(TableConfig):
             "cannot set rows of a streamed dataset aside, whose number is not known; name a validation set"
         ),
         "max_samples: streaming excludes max_samples != null": (
-            "a streamed dataset is read to its end; set max_samples=null and bound the run by its steps"
+            "a streamed dataset is read to its end, and the run is bound by its steps -> max_samples=null"
         ),
         "repeat: streaming excludes repeat > 1": (
-            "a streamed dataset is read once per epoch; leave repeat at 1 and raise the epochs"
+            "a streamed dataset is read once per epoch, and the run has more epochs -> repeat=1"
         ),
         "system_prompt != null excludes system_prompt_file != null": (
             "is given as text and in system_prompt_file; keep one of them"
@@ -369,7 +370,8 @@ class ExampleSection[D: ExampleTableConfig](DataSection):
         if len({dataset.streaming for dataset in self.train}) > 1:
             yield "train", "mixes streamed datasets with others: set streaming to the same value in all of them"
         if self.custom_dataloader is not None and any(dataset.streaming for dataset in self.train):
-            yield "custom_dataloader", "streamed rows have an order of their own; set it to null, or streaming to false"
+            fix = remedy("{section}.custom_dataloader=null")
+            yield "custom_dataloader", f"streamed rows have an order of their own; {fix}"
         names = [name for name, _ in self.validation_sets]
         if any(dataset.split_validation_size > 0 for dataset in self.train):
             names.append(DEFAULT_VALIDATION_SET)

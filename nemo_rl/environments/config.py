@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
+from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by, remedy
 from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.section_parts import (
     Actors,
@@ -233,7 +233,7 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
         "extra_body and model_name": "belongs to a server; remove it, or replace model_name",
         "min_score >= {max_score}": "is not below max_score={max_score}; lower it",
         "num_votes > 1 and temperature=0": (
-            "{num_votes} greedy replies are the same reply; set temperature above 0, or num_votes to 1"
+            "{num_votes} greedy replies are the same reply -> temperature=1 | num_votes=1"
         ),
     }
 
@@ -442,12 +442,14 @@ class CompositeEnvironmentConfig(ActorsConfig):
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         for name, number in Counter(part.name for part in self.reward_functions).items():
             if number > 1:
-                remedy = "name each differently, and say which function it is with reward"
-                yield "reward_functions", f"{number} parts are named {name!r}; {remedy}"
+                fix = "name each differently, and say which function it is with reward"
+                yield "reward_functions", f"{number} parts are named {name!r}; {fix}"
         if self.normalize_weights and sum(part.weight for part in self.reward_functions) <= 0:
-            yield "normalize_weights", "needs weights whose sum is above 0; set it to false, or raise a weight"
+            fix = remedy("{section}.normalize_weights=false")
+            yield "normalize_weights", f"needs weights whose sum is above 0; raise a weight, or {fix}"
         if self.several_rewards and len(self.reward_functions) < 2:
-            yield "several_rewards", "there is one part; add another to reward_functions, or set it to false"
+            fix = remedy("{section}.several_rewards=false")
+            yield "several_rewards", f"there is one part; add another to reward_functions, or {fix}"
         if all(part.weight == 0 for part in self.reward_functions):
             yield "reward_functions", "every weight is 0, and so every reward is 0; raise one"
 
@@ -717,12 +719,12 @@ def _part_problems(
         elif part.env is not None and raw_text(env[part.env]):
             yield key, f"env.{part.env}.raw_text has no effect in a part; set env.{name}.raw_text"
         elif part.env is not None and own_python(env[part.env]) not in (None, config.py_executable):
-            remedy = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
-            yield key, f"env.{part.env} has another py_executable than the composite; {remedy}"
+            fix = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
+            yield key, f"env.{part.env} has another py_executable than the composite; {fix}"
     on_gpus = [f"env.{part}" for part in _parts(config) if part in env and gpus_per_actor(env[part])]
     if len(on_gpus) > 1:
-        remedy = f"set {on_gpus[-1]}.resources.gpus_per_node=0"
-        problem = f"a composite has one GPU at most, and {' and '.join(on_gpus)} ask for one each; {remedy}"
+        fix = remedy(f"{on_gpus[-1]}.resources.gpus_per_node=0")
+        problem = f"a composite has one GPU at most, and {' and '.join(on_gpus)} ask for one each; {fix}"
         yield f"env.{name}.reward_functions", problem
 
 

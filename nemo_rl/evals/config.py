@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import Derived, StrictModel, divisors
+from nemo_rl.config.rules import Derived, StrictModel, divisors, remedy
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
 from nemo_rl.environments.config import (
     CodeEnvironmentConfig,
@@ -52,13 +52,6 @@ class EvalConfig(StrictModel):
     env_step_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for one step of an environment; past it the sample counts as failed."""
 
-    rules: ClassVar = {
-        "k_value > {num_tests_per_prompt}": (
-            "{k_value} is more than num_tests_per_prompt={num_tests_per_prompt}; set num_tests_per_prompt to {k_value} "
-            "or more (four times as many make a good estimate), or k_value to {num_tests_per_prompt} or less"
-        ),
-    }
-
 
 class EvalVllmConfig(VllmConfig):
     """The vLLM engine."""
@@ -92,12 +85,16 @@ class EvalGenerationConfig(GenerationConfig):
     vllm_cfg: EvalVllmConfig
 
     rules: ClassVar = {
-        "num_prompts_per_step=0": "must be 1 or more, or -1 to keep the engines busy; set one of these",
-        "vllm_cfg.expose_http_server": "an evaluation ends before anybody could ask; set it to false",
-        "backend != vllm": "{backend} is for training, whose policy generates; set it to vllm",
-        "colocated.enabled=false": "nothing trains here, so engines have all machines; set it to true",
+        "num_prompts_per_step=0": "must be 1 or more, or -1 to keep the engines busy -> num_prompts_per_step=-1",
+        "vllm_cfg.expose_http_server": (
+            "an evaluation ends before anybody could ask -> vllm_cfg.expose_http_server=false"
+        ),
+        "backend != vllm": "{backend} is for training, whose policy generates -> backend=vllm",
+        "colocated.enabled=false": "nothing trains here, so engines have all machines -> colocated.enabled=true",
         **{
-            f"val_{name} != {{{name}}}": f"is for validation during training; set {name}, which an evaluation uses"
+            f"val_{name} != {{{name}}}": (
+                f"is for validation during training -> {name}={{val_{name}}} | val_{name}={{{name}}}"
+            )
             for name in ("temperature", "top_p", "top_k")
         },
     }
@@ -200,9 +197,7 @@ class EvalDataConfig(EvalDatasetConfig):
         return self.datasets or [self]
 
     rules: ClassVar = {
-        "datasets excludes dataset_name": (
-            "and dataset_name={dataset_name} are both set; set dataset_name=null, or move it in"
-        ),
+        "datasets excludes dataset_name": ("and dataset_name={dataset_name} are both set -> dataset_name=null"),
         "dataset_name=null requires datasets": (
             "name a dataset, e.g. dataset_name: math500, or a file: dataset_name: my_rows.jsonl; or several datasets"
         ),
@@ -244,16 +239,23 @@ class EvalMasterConfig(StrictModel):
             "fp8 runs on GPUs only; use the precision of the weights"
         ),
         "generation.vllm_cfg.kv_cache_dtype != auto requires cluster.use_gpus": (
-            "{generation.vllm_cfg.kv_cache_dtype} runs on GPUs only; use auto"
+            "{generation.vllm_cfg.kv_cache_dtype} runs on GPUs only -> generation.vllm_cfg.kv_cache_dtype=auto"
         ),
         **variable_rules("generation.vllm_cfg"),
+        "eval.k_value > {eval.num_tests_per_prompt}": (
+            "{eval.k_value} is more than eval.num_tests_per_prompt={eval.num_tests_per_prompt}, and four times as many "
+            "make a good estimate -> eval.num_tests_per_prompt={eval.k_value} and generation.temperature="
+            "{sampling_temperature} | eval.k_value={eval.num_tests_per_prompt}"
+        ),
         "generation.temperature=0 and eval.num_tests_per_prompt > 1": (
             "0 gives {eval.num_tests_per_prompt} equal samples of each prompt (eval.num_tests_per_prompt="
-            "{eval.num_tests_per_prompt}); set it above 0, for instance 0.6, or eval.num_tests_per_prompt=1"
+            "{eval.num_tests_per_prompt}) -> generation.temperature={sampling_temperature} | "
+            "eval.num_tests_per_prompt=1"
         ),
         "data.max_input_seq_length > {generation.vllm_cfg.max_model_len}": (
             "{data.max_input_seq_length} is more than generation.vllm_cfg.max_model_len="
-            "{generation.vllm_cfg.max_model_len}: such prompts could never be answered; use at most that"
+            "{generation.vllm_cfg.max_model_len}: such prompts could never be answered -> "
+            "data.max_input_seq_length={generation.vllm_cfg.max_model_len}"
         ),
     }
 
@@ -281,8 +283,14 @@ class EvalMasterConfig(StrictModel):
         elif self.eval.metric == "cons@k" and self.env[name].type in WITHOUT_ANSWERS:
             yield (
                 "eval.metric",
-                f"cons@k takes a vote on answers, and env.{name} ({self.env[name].type}) finds none; set pass@k",
+                f"cons@k takes a vote on answers, and env.{name} ({self.env[name].type}) finds none; "
+                + remedy("eval.metric=pass@k"),
             )
+
+    @property
+    def sampling_temperature(self) -> float:
+        """A temperature at which samples of a prompt differ, for a remedy."""
+        return self.generation.temperature or 0.6
 
     @property
     def gpus_beside_cluster(self) -> int:

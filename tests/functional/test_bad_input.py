@@ -94,15 +94,15 @@ sft & policy.train_global_batch_size=20000 -> set policy.train_global_batch_size
 sft & +policy.reward_model_cfg={enabled: true} -> policy.reward_model_cfg.enabled: is for reward models
 rm & policy.reward_model_cfg.enabled=false -> policy.reward_model_cfg: a reward model is trained with
 rm & policy.reward_model_cfg.reward_model_type=regression -> reward_model_type: bradley_terry}
-sft & data.validation=null -> off with sft.val_period=0 sft.val_at_start=false checkpointing.metric_name=null
-sft & +data.max_input_seq_length=96 -> 96 is more than policy.max_total_sequence_length=48; use at most
+sft & data.validation=null -> set sft.val_period=0 and sft.val_at_start=false and checkpointing.metric_name=null
+sft & +data.max_input_seq_length=96 -> 96 is more than policy.max_total_sequence_length=48; set data.max_in
 sft & cluster.cpu_workers_per_node=2 & policy.train_global_batch_size=33
     -> 33 cannot be shared by 2 training ranks; make it a multiple of 2
 dpo & policy.sequence_packing.train_mb_tokens=64
-    -> 64 is too little ... pairs of the longest sequences would fit into no micro-batch; use at least 96
+    -> 64 is too little ... pairs of the longest sequences would fit into no micro-batch; ... =96
 sft & policy.sequence_packing.train_mb_tokens=32 -> the longest sequences would fit into no micro-batch
 dpo & dpo.precompute_reference_logprobs=true & +data.train.streaming=true
-    -> needs all rows before the first step; set it to fal
+    -> needs all rows before the first step; set dpo.
 sft & checkpointing.metric_name=val:val_los -> produces val:val_los; did you mean val:val_loss?
 sft & checkpointing.metric_name=train:num_too_long -> no run with this configuration produces train:num_to
 dpo & checkpointing.metric_name=val:accuracy -> there are: val_loss, validation-default_accuracy,
@@ -111,7 +111,7 @@ sft & +sft.early_stopping={metric_name: 'val:val_los'} -> did you mean val:val_l
 sft & +sft.early_stopping={metric_name: val_loss} -> must be "val:<metric>" or null, e.g. "val:val_loss"
 dpo & +dpo.early_stopping={metric_name: 'val:val_loss', patience: null} -> so nothing would stop the run
 sft & sft.val_period=0 & checkpointing.metric_name=null & +sft.early_stopping={metric_name: 'val:val_loss'}
-    -> val:val_loss needs validation; set sft.val_period above 0, or sft.early_stopping.metric_name=null
+    -> val:val_loss needs validation; set sft.val_period= ... or sft.early_stopping.metric_name=null
 """
 FOUR_ROWS = " & ".join(("data.train.dataset_name=four.jsonl", *SMALL))
 

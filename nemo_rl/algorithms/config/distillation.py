@@ -62,7 +62,9 @@ class DistillationConfig(RolloutConfig):
 class TeacherConfig(SecondModelConfig):
     """A teacher: keys as in `policy`, with its own layout. It is not trained."""
 
-    rules: ClassVar = {"reward_model_cfg.enabled": "a teacher has the head of a language model; set it to false"}
+    rules: ClassVar = {
+        "reward_model_cfg.enabled": "a teacher has the head of a language model -> reward_model_cfg.enabled=false"
+    }
 
 
 class DistillationMasterConfig(RolloutMasterConfig):
@@ -82,14 +84,15 @@ class DistillationMasterConfig(RolloutMasterConfig):
             "`teacher` teaches everything; leave it out, or name `teachers`"
         ),
         "policy.generation.top_p: policy.generation.is_filtered": (
-            "not supported yet: top_p or top_k, which leave no probability where the teacher may have some; set "
-            "top_p=1 and top_k=null"
+            "not supported yet: top_p or top_k, which leave no probability where the teacher may have some -> "
+            "policy.generation.top_p=1 and policy.generation.top_k=null"
         ),
         "distillation.topk_logits_k=null excludes has_several_teachers": (
-            "not supported yet: null with several teachers; use 64, for instance"
+            "not supported yet: null with several teachers -> distillation.topk_logits_k=64"
         ),
         "loss_fn.zero_outside_topk excludes distillation.topk_logits_k=null": (
-            "has no meaning with distillation.topk_logits_k=null, as nothing is outside; set it to false"
+            "has no meaning with distillation.topk_logits_k=null, as nothing is outside -> "
+            "loss_fn.zero_outside_topk=false"
         ),
     }
 

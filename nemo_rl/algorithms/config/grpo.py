@@ -8,7 +8,7 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import LossConfig, Problems
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
-from nemo_rl.config.rules import Derived, StrictModel
+from nemo_rl.config.rules import Derived, StrictModel, remedy
 from nemo_rl.environments.config import AgentEnvironmentConfig
 from nemo_rl.types import PolicyGradientInputs
 
@@ -40,9 +40,9 @@ class AdvEstimatorConfig(StrictModel):
 
     rules: ClassVar = {
         "reward_weights != null requires name=gdpo": (
-            "weighs several rewards, which gdpo alone tells apart; set {section}.name=gdpo, or this to null"
+            "weighs several rewards, which gdpo alone tells apart -> name=gdpo | reward_weights=null"
         ),
-        "std=leave_one_out excludes name=reinforce_plus_plus": "is whitened over the batch; set {section}.std=group",
+        "std=leave_one_out excludes name=reinforce_plus_plus": "is whitened over the batch -> std=group",
     }
 
 
@@ -78,7 +78,8 @@ class AsyncGRPOConfig(StrictModel):
 
     rules: ClassVar = {
         "recompute_kv_cache_after_weight_updates requires in_flight_weight_updates": (
-            "no sample is under way at a sync; set in_flight_weight_updates=true, or this to false"
+            "no sample is under way at a sync -> in_flight_weight_updates=true | "
+            "recompute_kv_cache_after_weight_updates=false"
         ),
     }
 
@@ -87,11 +88,12 @@ class AsyncGRPOConfig(StrictModel):
             yield (
                 "max_open_steps",
                 f"groups would grow older than max_trajectory_age_steps={self.max_trajectory_age_steps} before their "
-                f"turn; use at most {self.max_trajectory_age_steps + 1}",
+                f"turn; {remedy(f'max_open_steps={self.max_trajectory_age_steps + 1}', section='{section}')}",
             )
         if self.enabled and self.open_steps < 2:
             fix = "max_trajectory_age_steps=2" if self.max_open_steps is None else "max_open_steps=2"
-            yield "max_open_steps", f"with one step of groups nothing is sampled while the policy trains; set {fix}"
+            text = "with one step of groups nothing is sampled while the policy trains"
+            yield "max_open_steps", f"{text}; {remedy(fix, section='{section}')}"
 
 
 class GRPOConfig(ScoredRolloutConfig):
@@ -138,31 +140,25 @@ class GRPOConfig(ScoredRolloutConfig):
 
     rules: ClassVar = {
         "adv_estimator.name=gdpo excludes num_generations_per_prompt < 2": (
-            "a group of 1 has no advantage; set num_generations_per_prompt=2 or more"
+            "a group of 1 has no advantage -> num_generations_per_prompt=2"
         ),
         "reward_shaping.enabled excludes adv_estimator.name=gdpo": (
-            "gdpo takes each of several rewards, and shaping changes their sum; set it to false"
+            "gdpo takes each of several rewards, and shaping changes their sum -> reward_shaping.enabled=false"
         ),
-        "num_generations_per_prompt < 2 and adv_estimator.name=grpo excludes "
-        "adv_estimator.use_leave_one_out_baseline": (
-            "a leave-one-out baseline needs at least 2 samples per prompt; set 2 or more, or "
-            "{section}.use_leave_one_out_baseline=false"
-        ),
-        "num_generations_per_prompt < 2 and adv_estimator.name=grpo requires "
-        "adv_estimator.use_leave_one_out_baseline": (
-            "a group of 1 has no advantage; set 2 or more, or {section}.adv_estimator.name=reinforce_plus_plus and "
-            "{section}.adv_estimator.minus_baseline=false"
+        "num_generations_per_prompt < 2 and adv_estimator.name=grpo": (
+            "a group of 1 has no advantage -> num_generations_per_prompt=2 | "
+            "adv_estimator.name=reinforce_plus_plus and adv_estimator.minus_baseline=false"
         ),
         "num_generations_per_prompt < 2 and adv_estimator.name=reinforce_plus_plus excludes "
         "adv_estimator.minus_baseline": (
-            "a reward minus the mean of a group of 1 is 0; set 2 or more, or "
-            "{section}.adv_estimator.minus_baseline=false"
+            "a reward minus the mean of a group of 1 is 0 -> num_generations_per_prompt=2 | "
+            "adv_estimator.minus_baseline=false"
         ),
         "use_dynamic_sampling excludes num_generations_per_prompt < 2": (
-            "every group of 1 would be dropped; set num_generations_per_prompt=2 or more"
+            "every group of 1 would be dropped -> num_generations_per_prompt=2"
         ),
         "batch_multiplier != 1 requires use_dynamic_sampling": (
-            "only for dynamic sampling; set {section}.use_dynamic_sampling=true or leave it at 1"
+            "only for dynamic sampling -> use_dynamic_sampling=true | batch_multiplier=1"
         ),
     }
 
@@ -242,22 +238,28 @@ class ClippedPGLossConfig(LossConfig):
     rules: ClassVar = {
         "length_normalizer requires token_level_loss": "replaces the count of tokens",
         "sequence_level_importance_ratios requires not token_level_loss": "GSPO averages over sequences",
-        "use_on_policy_kl_approximation excludes use_kl_in_reward": "weights the KL of the loss; set it to false",
+        "use_on_policy_kl_approximation excludes use_kl_in_reward": (
+            "weights the KL of the loss -> use_on_policy_kl_approximation=false"
+        ),
         "use_cispo excludes disable_ppo_ratio": "CISPO is made of the ratio",
         "use_cispo excludes sequence_level_importance_ratios": "CISPO weights tokens",
         "disable_ppo_ratio excludes sequence_level_importance_ratios": "leaves no ratio to take per sequence",
-        "ratio_clip_c excludes use_cispo": "dual clip has no meaning with use_cispo=true; set ratio_clip_c=null",
+        "ratio_clip_c excludes use_cispo": "dual clip has no meaning with use_cispo=true -> ratio_clip_c=null",
         "ratio_clip_c excludes disable_ppo_ratio": (
-            "dual clip has no meaning with disable_ppo_ratio=true; set ratio_clip_c=null"
+            "dual clip has no meaning with disable_ppo_ratio=true -> ratio_clip_c=null"
         ),
         "truncated_importance_sampling_ratio: bounds_correction requires use_importance_sampling_correction": (
-            "bounds the correction, which is off"
+            "bounds the correction, which is off -> use_importance_sampling_correction=true | "
+            "truncated_importance_sampling_ratio=null and truncated_importance_sampling_ratio_min=null"
         ),
         "truncated_importance_sampling_type: bounds_correction excludes truncated_importance_sampling_type=null": (
-            "a bound needs a type; set tis, icepop or seq-mask-tis"
+            "a bound needs a type -> truncated_importance_sampling_type=tis | truncated_importance_sampling_type=icepop"
         ),
         "truncated_importance_sampling_type=seq-mask-tis and bounds_correction excludes "
-        "sequence_level_importance_ratios": "seq-mask-tis does not go with GSPO; use tis or icepop",
+        "sequence_level_importance_ratios": (
+            "seq-mask-tis does not go with GSPO -> truncated_importance_sampling_type=tis | "
+            "truncated_importance_sampling_type=icepop"
+        ),
         "truncated_importance_sampling_ratio_min >= {truncated_importance_sampling_ratio}": (
             "{truncated_importance_sampling_ratio_min} is not below truncated_importance_sampling_ratio="
             "{truncated_importance_sampling_ratio}; lower it"
@@ -283,19 +285,21 @@ class GRPOMasterConfig(RolloutMasterConfig):
     rules: ClassVar = {
         **reference_kl_rules("grpo"),
         "loss_fn.use_kl_in_reward requires grpo.adv_estimator.name=reinforce_plus_plus": (
-            "only reinforce_plus_plus has the KL in the reward; set grpo.adv_estimator.name=reinforce_plus_plus"
+            "only reinforce_plus_plus has the KL in the reward -> grpo.adv_estimator.name=reinforce_plus_plus | "
+            "loss_fn.use_kl_in_reward=false"
         ),
         "grpo.async_grpo.enabled excludes policy.generation.is_by_policy": (
-            "nothing samples while the policy trains if its own workers generate; set it to false, or "
-            "policy.generation.backend=vllm"
+            "nothing samples while the policy trains if its own workers generate -> grpo.async_grpo.enabled=false | "
+            "policy.generation.backend=vllm and {devices_apart}"
         ),
         "grpo.async_grpo.enabled and policy.generation.backend=vllm excludes policy.generation.colocated.enabled": (
-            "samples while the policy trains, so generation needs devices of its own; set "
-            "policy.generation.colocated.enabled=false and its resources"
+            "samples while the policy trains, so generation needs devices of its own -> {devices_apart} | "
+            "grpo.async_grpo.enabled=false"
         ),
         "loss_fn.use_importance_sampling_correction: grpo.async_grpo.enabled requires "
         "loss_fn.use_importance_sampling_correction": (
-            "samples come from older weights than the ones that train; set it to true, or grpo.async_grpo.enabled=false"
+            "samples come from older weights than the ones that train -> "
+            "loss_fn.use_importance_sampling_correction=true | grpo.async_grpo.enabled=false"
         ),
     }
 
@@ -335,8 +339,9 @@ class GRPOMasterConfig(RolloutMasterConfig):
         if self.loss_fn.force_on_policy_ratio and samples != self.policy.train_global_batch_size:
             yield (
                 "loss_fn.force_on_policy_ratio",
-                f"needs exactly one optimizer step per RL step; set policy.train_global_batch_size={samples} "
-                "(num_prompts_per_step x num_generations_per_prompt)",
+                f"needs exactly one optimizer step per RL step, of {samples} samples (num_prompts_per_step x "
+                "num_generations_per_prompt); "
+                + remedy(f"policy.train_global_batch_size={samples}", "loss_fn.force_on_policy_ratio=false"),
             )
         for name in dict.fromkeys(dataset.env_name for dataset in self.data.train):
             agent = self.env.get(name)
@@ -344,5 +349,5 @@ class GRPOMasterConfig(RolloutMasterConfig):
                 yield (
                     "grpo.reward_shaping.enabled",
                     f"shapes the reward of a whole episode, and each row of env.{name} has its own (credit: branch, or "
-                    "roles); set it to false",
+                    f"roles); {remedy('grpo.reward_shaping.enabled=false')}",
                 )

@@ -1,5 +1,6 @@
 """Configuration that all algorithms share: the length of a run, validation, early stopping, and their checks."""
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import ConfigDict, Field
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import StrictModel, accepted_by, divisors, value_of, written
+from nemo_rl.config.rules import StrictModel, accepted_by, remedy, round_up, value_of, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
 from nemo_rl.models.policy.megatron.config import device_problems
@@ -201,18 +202,25 @@ class RunConfig(StrictModel):
         """Processes and threads of one worker of each group, as measured."""
         return 45
 
+    @property
+    def no_validation(self) -> str:
+        """The way to a run that does not validate, for a remedy."""
+        loop = self.loop
+        on = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
+        off = [f"{self.section}.{setting}" for setting, is_on in on.items() if is_on]
+        return " and ".join(
+            [*off, *(f"{key}=null" for key, name in self._chosen_metrics().items() if name.startswith("val:"))]
+        )
+
     def check_validation(self, *, has_data: bool) -> Problems:
         """Check that there is validation data if the run validates."""
         loop, section = self.loop, self.section
         if loop.validates and not has_data:
-            on = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
-            off = [f"{section}.{setting}" for setting, is_on in on.items() if is_on]
-            off += [f"{key}=null" for key, name in self._chosen_metrics().items() if name.startswith("val:")]
             yield (
                 "data.validation",
                 f"nothing to validate on ({section}.val_period={loop.val_period}, "
                 f"val_at_start={written(loop.val_at_start)}, val_at_end={written(loop.val_at_end)}); name a dataset, "
-                f"set split_validation_size of a training dataset, or switch validation off with {' '.join(off)}",
+                f"hold rows out with split_validation_size of a training dataset, or {remedy(self.no_validation)}",
             )
 
     def _chosen_metrics(self) -> dict[str, str]:
@@ -233,7 +241,8 @@ class RunConfig(StrictModel):
             ranks_saves = key == "checkpointing.metric_name" and saves.keep_top_k is not None
             available = self.val_metrics if prefix == "val" else self.train_metrics
             if prefix == "val" and val_period == 0:
-                yield key, f"{name} needs validation; set {self.section}.val_period above 0, or {key}=null"
+                fix = remedy(f"{self.section}.val_period={saves.save_period}", f"{key}=null")
+                yield key, f"{name} needs validation; {fix}"
             elif not (metric in available or self.has_own_loss or metric.partition("/")[0] in free_prefixes):
                 more = ""
                 if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass_k|pass@\w+", metric):
@@ -244,8 +253,11 @@ class RunConfig(StrictModel):
                 yield (
                     "checkpointing.save_period",
                     f"{saves.save_period} is no multiple of {self.section}.val_period={val_period}: checkpoints "
-                    f"between validations have no {metric} that could rank them; for val_period use "
-                    f"{divisors(saves.save_period, near=val_period)}",
+                    f"between validations have no {metric} that could rank them; "
+                    + remedy(
+                        f"checkpointing.save_period={round_up(saves.save_period, val_period)}",
+                        f"{self.section}.val_period={math.gcd(saves.save_period, val_period)}",
+                    ),
                 )
 
 
@@ -277,12 +289,13 @@ def saving_rules(key: str) -> dict[str, str]:
     """Rules of a run about checkpoints of the model `key`."""
     return {
         f"checkpointing.model_save_format=safetensors and checkpointing.enabled excludes {key}.megatron_cfg.enabled": (
-            f"safetensors hold one part of a tensor per rank, and {key}.megatron_cfg has several; set it to torch_save "
-            "(checkpointing.save_consolidated=true writes safetensors besides)"
+            f"safetensors hold one part of a tensor per rank, and {key}.megatron_cfg has several (save_consolidated "
+            "writes safetensors besides) -> checkpointing.model_save_format=torch_save"
         ),
         f"{key}.megatron_cfg.optimizer.optimizer_cpu_offload and {key}.megatron_cfg.enabled and checkpointing.enabled "
         f"excludes {key}.precision=float32": (
-            f"not supported yet: checkpoints of it with {key}.precision=float32; set that to bfloat16, or this to false"
+            f"not supported yet: checkpoints of it with {key}.precision=float32 -> {key}.precision=bfloat16 | "
+            f"{key}.megatron_cfg.optimizer.optimizer_cpu_offload=false"
         ),
     }
 

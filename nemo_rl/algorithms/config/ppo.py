@@ -8,7 +8,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.loop import Problems, saving_rules
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
-from nemo_rl.config.rules import Derived, StrictModel
+from nemo_rl.config.rules import Derived, StrictModel, remedy
 from nemo_rl.models.policy.config import RewardModelConfig, SecondModelConfig
 
 
@@ -103,10 +103,11 @@ class PPOMasterConfig(RolloutMasterConfig):
         **saving_rules("value"),
         "value.reward_model_cfg requires value.reward_model_cfg.enabled and "
         "value.reward_model_cfg.reward_model_type=regression": (
-            "a value model has {enabled: true, reward_model_type: regression}: a number for each token; set these"
+            "a value model has {enabled: true, reward_model_type: regression}: a number for each token -> "
+            "value.reward_model_cfg.enabled=true and value.reward_model_cfg.reward_model_type=regression"
         ),
         "value.nonfinite_action != {policy.nonfinite_action}": (
-            "must equal policy.nonfinite_action={policy.nonfinite_action}; leave it out"
+            "must equal policy.nonfinite_action -> value.nonfinite_action={policy.nonfinite_action}"
         ),
     }
 
@@ -146,6 +147,9 @@ class PPOMasterConfig(RolloutMasterConfig):
         if self.loss_fn.force_on_policy_ratio and num_updates != 1:
             yield (
                 "loss_fn.force_on_policy_ratio",
-                f"needs exactly one optimizer step per RL step and there are {num_updates:g}; set it to false, or "
-                f"ppo.ppo_epochs=1 and policy.train_global_batch_size={self.ppo.num_samples_per_step}",
+                f"needs exactly one optimizer step per RL step and there are {num_updates:g}; "
+                + remedy(
+                    "loss_fn.force_on_policy_ratio=false",
+                    f"ppo.ppo_epochs=1 and policy.train_global_batch_size={self.ppo.num_samples_per_step}",
+                ),
             )

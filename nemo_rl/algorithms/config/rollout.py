@@ -17,7 +17,7 @@ from nemo_rl.algorithms.config.loop import (
     saving_rules,
 )
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import Derived, StrictModel, divisors, value_of
+from nemo_rl.config.rules import Derived, StrictModel, divisors, remedy, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
 from nemo_rl.environments.config import (
     AgentEnvironmentConfig,
@@ -57,7 +57,8 @@ class RewardShapingConfig(StrictModel):
 
     rules: ClassVar = {
         "overlong_buffer_length > {max_response_length} and enabled and stop_properly_penalty_coef=null": (
-            "{overlong_buffer_length} is more than max_response_length={max_response_length}; use at most that"
+            "{overlong_buffer_length} is more than max_response_length={max_response_length} -> "
+            "overlong_buffer_length={max_response_length}"
         ),
     }
 
@@ -206,6 +207,14 @@ def divide(cluster: ClusterConfig, colocated: ColocatedConfig) -> tuple[ClusterC
     return cluster.model_copy(update={key: total - taken}), cluster.model_copy(update={key: taken})
 
 
+def apart(cluster: ClusterConfig) -> str:
+    """The way to engines on half of the machines, for a remedy."""
+    unit = cluster.unit if cluster.num_nodes == 1 else "num_nodes"
+    number = value_of(cluster, unit)
+    more = f" and cluster.{unit}=2" if number < 2 else ""
+    return f"{COLOCATED}.enabled=false and {COLOCATED}.resources.{unit}={max(number // 2, 1)}{more}"
+
+
 def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Problems:
     """(dotted key, what would work) if `colocated` does not say how to divide `cluster`.
 
@@ -217,8 +226,7 @@ def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Pro
         if resources:
             yield (
                 section,
-                f"{', '.join(resources)} only count for generation on its own resources; leave them out, or set "
-                f"{COLOCATED}.enabled=false",
+                f"{', '.join(resources)} only count for generation on its own resources; leave them out",
             )
         return
     other = ({"gpus_per_node", "cpu_workers_per_node"} - {unit}).pop()
@@ -242,8 +250,8 @@ def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Pro
     elif per_node < 2:
         yield (
             f"{COLOCATED}.enabled",
-            f"one of the {kind} cannot both train and generate on its own; set cluster.{unit}=2 or more, or "
-            f"{COLOCATED}.enabled=true",
+            f"one of the {kind} cannot both train and generate on its own; "
+            + remedy(f"{COLOCATED}.enabled=true", apart(cluster)),
         )
     else:
         yield from _part_problems(unit, per_node, f"node's {per_node} {kind}", resources)
@@ -257,7 +265,8 @@ def _part_problems(key: str, number: int, what: str, resources: Mapping[str, int
     elif resources[key] >= number:
         yield (
             f"{COLOCATED}.resources.{key}",
-            f"{resources[key]} of the {what} leaves none to train; set {works}, or raise cluster.{key}",
+            f"{resources[key]} of the {what} leaves none to train; raise cluster.{key}, or "
+            + remedy(f"{COLOCATED}.resources.{key}={number // 2}"),
         )
 
 
@@ -279,93 +288,97 @@ _UNSUPPORTED = {
 
 _GENERATION_BY_POLICY = {
     "policy.generation.backend=megatron requires policy.megatron_cfg.enabled": (
-        "megatron is for a policy that trains with policy.megatron_cfg; set policy.megatron_cfg.enabled=true and "
-        "policy.dtensor_cfg.enabled=false, or policy.generation.backend=vllm"
+        "megatron is for a policy that trains with policy.megatron_cfg -> policy.generation.backend=hf | "
+        "policy.generation.backend=vllm"
     ),
     "policy.generation.backend=hf excludes policy.megatron_cfg.enabled": (
-        "hf is for a policy that trains with policy.dtensor_cfg; set policy.dtensor_cfg.enabled=true and "
-        "policy.megatron_cfg.enabled=false, or policy.generation.backend=vllm"
+        "hf is for a policy that trains with policy.dtensor_cfg -> policy.generation.backend=megatron | "
+        "policy.generation.backend=vllm"
     ),
     **{
         f"{layout} and {backend}": (
-            f"not supported yet: {what} where {_BY_POLICY}; change it, or set policy.generation.backend=vllm"
+            f"not supported yet: {what} where {_BY_POLICY} -> {off} | policy.generation.backend=vllm"
         )
         for layout, (backend, what) in _UNSUPPORTED.items()
+        for off in [layout.replace(" > 1", "=1") if layout.endswith("1") else f"{layout}=false"]
     },
     "policy.generation.vllm_cfg.precision != {policy.precision} and policy.generation.is_by_policy": (
-        f"{_BY_POLICY}, in policy.precision={{policy.precision}}; remove the key, or set policy.generation.backend=vllm"
+        f"{_BY_POLICY}, in policy.precision={{policy.precision}} -> "
+        f"policy.generation.vllm_cfg.precision={{policy.precision}} | policy.generation.backend=vllm"
     ),
     "policy.generation.vllm_cfg.tensor_parallel_size != 1 and policy.generation.is_by_policy": (
-        f"{_BY_POLICY}, cut as policy.{{policy.backend_key}} says; remove the key"
+        f"{_BY_POLICY}, cut as policy.{{policy.backend_key}} says -> policy.generation.vllm_cfg.tensor_parallel_size=1"
     ),
     "policy.generation.vllm_kwargs and policy.generation.is_by_policy": (
         f"{_BY_POLICY} and know none of {{policy.generation.vllm_kwargs}}; remove them"
     ),
     "policy.generation.bad_words and policy.generation.is_by_policy": (
-        f"not supported yet: texts that are never sampled where {_BY_POLICY}; set it to null, or "
+        f"not supported yet: texts that are never sampled where {_BY_POLICY} -> policy.generation.bad_words=null | "
         "policy.generation.backend=vllm"
     ),
     "policy.generation.colocated.enabled=false and policy.generation.is_by_policy": (
-        f"{_BY_POLICY}: they have no resources of their own; set it to true, or policy.generation.backend=vllm"
+        f"{_BY_POLICY}: they have no resources of their own -> policy.generation.colocated.enabled=true | "
+        "policy.generation.backend=vllm"
     ),
 }
 
 _ENGINES = {
     "policy.generation.vllm_cfg.precision=fp8 and policy.generation.backend=vllm requires cluster.use_gpus": (
-        "fp8 runs on GPUs only; use policy.precision={policy.precision}"
+        "fp8 runs on GPUs only -> policy.generation.vllm_cfg.precision={policy.precision}"
     ),
     "policy.generation.vllm_cfg.kv_cache_dtype != auto and policy.generation.backend=vllm requires cluster.use_gpus": (
-        "{policy.generation.vllm_cfg.kv_cache_dtype} runs on GPUs only; use auto"
+        "{policy.generation.vllm_cfg.kv_cache_dtype} runs on GPUs only -> "
+        "policy.generation.vllm_cfg.kv_cache_dtype=auto"
     ),
     **variable_rules("policy.generation.vllm_cfg"),
     # The OpenAI-compatible server needs engines that answer at any time.
     "policy.generation.vllm_cfg.expose_http_server excludes rollout.replay_from": (
-        "no engine is started with {algorithm}.replay_from; set it to false"
+        "no engine is started with {algorithm}.replay_from -> policy.generation.vllm_cfg.expose_http_server=false"
     ),
     "policy.generation.vllm_cfg.expose_http_server excludes policy.generation.is_by_policy": (
-        "workers that train cannot answer; set it to false, or policy.generation.backend=vllm"
+        "workers that train cannot answer -> policy.generation.vllm_cfg.expose_http_server=false | "
+        "policy.generation.backend=vllm and {devices_apart}"
     ),
     "policy.generation.vllm_cfg.expose_http_server and policy.generation.backend=vllm and cluster.use_gpus excludes "
     "policy.generation.colocated.enabled": (
-        "colocated engines sleep while the policy trains; set policy.generation.colocated.enabled=false and its "
-        "resources, or this to false"
+        "colocated engines sleep while the policy trains -> {devices_apart} | "
+        "policy.generation.vllm_cfg.expose_http_server=false"
     ),
     # Routing replay needs the experts that every token went through.
     "policy.router_replay.enabled and policy.generation.is_by_policy requires rollout.replay_from": (
-        "policy.generation.backend={policy.generation.backend} does not say which experts a token went through; set it "
-        "to false, or policy.generation.backend=vllm"
+        "policy.generation.backend={policy.generation.backend} does not say which experts a token went through -> "
+        "policy.router_replay.enabled=false | policy.generation.backend=vllm"
     ),
     "policy.generation.vllm_cfg.pipeline_parallel_size > 1 and policy.router_replay.enabled requires "
     "rollout.replay_from": (
-        "engines of one stage alone return the experts of tokens, which policy.router_replay.enabled=true needs; set "
-        "it to 1"
+        "engines of one stage alone return the experts of tokens, which policy.router_replay.enabled=true needs -> "
+        "policy.generation.vllm_cfg.pipeline_parallel_size=1 | policy.router_replay.enabled=false"
     ),
     "policy.generation.vllm_cfg.enable_prefix_caching=false and policy.router_replay.enabled and cluster.use_gpus "
     "requires rollout.replay_from": (
-        "vLLM returns the experts of tokens, which policy.router_replay.enabled=true needs, only with a prefix cache; "
-        "set it to true"
+        "vLLM returns the experts of tokens, which policy.router_replay.enabled=true needs, only with a prefix cache "
+        "-> policy.generation.vllm_cfg.enable_prefix_caching=true | policy.router_replay.enabled=false"
     ),
 }
 
 _SAMPLING = {
     "policy.generation.temperature=0": (
-        "training needs a temperature above 0; set one (only val_temperature may be 0)"
+        "training needs a temperature above 0 (only val_temperature may be 0) -> policy.generation.temperature=1"
     ),
     "policy.deterministic and cluster.use_gpus and policy.generation.top_p < 1": (
-        "cumulative sums on GPUs come in any order, and policy.generation.top_p needs them; set top_p=1 or "
-        "deterministic=false"
+        "cumulative sums on GPUs come in any order, and policy.generation.top_p needs them -> "
+        "policy.generation.top_p=1 | policy.deterministic=false"
     ),
     "data.max_input_seq_length > {policy.generation.vllm_cfg.max_model_len}": (
         "{data.max_input_seq_length} is more than policy.generation.vllm_cfg.max_model_len="
-        "{policy.generation.vllm_cfg.max_model_len}: such prompts could never be answered; use at most that"
+        "{policy.generation.vllm_cfg.max_model_len}: such prompts could never be answered -> "
+        "data.max_input_seq_length={policy.generation.vllm_cfg.max_model_len}"
     ),
     "{algorithm}.replay_from: rollout.replay_from excludes rollout.validates": (
-        "no engine is started that could answer validation prompts; set {algorithm}.val_period=0, "
-        "{algorithm}.val_at_start=false, {algorithm}.val_at_end=false and, if it is a metric of validations, "
-        "checkpointing.metric_name=null"
+        "no engine is started that could answer validation prompts -> {no_validation}"
     ),
     "{algorithm}.rollout_record.enabled: rollout.replay_from excludes rollout.rollout_record.enabled": (
-        "nothing is sampled with replay_from; set it to false"
+        "nothing is sampled with replay_from -> {algorithm}.rollout_record.enabled=false"
     ),
 }
 
@@ -375,14 +388,15 @@ def reference_kl_rules(section: str) -> dict[str, str]:
     return {
         "loss_fn.use_kl_in_reward excludes policy.generation.is_filtered": (
             "not supported yet: the KL in the reward with policy.generation.top_p or top_k, which filter the policy "
-            "and not the reference; set it to false, or top_p=1 and top_k=null"
+            "and not the reference -> loss_fn.use_kl_in_reward=false | policy.generation.top_p=1 and "
+            "policy.generation.top_k=null"
         ),
         f"{section}.skip_reference_policy_logprobs_calculation excludes loss_fn.reference_policy_kl_penalty > 0": (
-            "the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 (it is "
-            "{loss_fn.reference_policy_kl_penalty})"
+            "the KL penalty needs them (it is {loss_fn.reference_policy_kl_penalty}) -> "
+            f"loss_fn.reference_policy_kl_penalty=0 | {section}.skip_reference_policy_logprobs_calculation=false"
         ),
         "loss_fn.use_kl_in_reward requires loss_fn.reference_policy_kl_penalty > 0": (
-            "has no effect without a KL penalty; set loss_fn.reference_policy_kl_penalty above 0"
+            "has no effect without a KL penalty"
         ),
     }
 
@@ -406,6 +420,10 @@ class RolloutMasterConfig(RunConfig):
     def generation_cluster(self) -> ClusterConfig:
         """The machines that generate."""
         return divide(self.cluster, self.policy.generation.colocated)[1]
+
+    @property
+    def devices_apart(self) -> str:
+        return apart(self.cluster)
 
     @property
     def gpus_beside_cluster(self) -> int:
@@ -462,7 +480,8 @@ class RolloutMasterConfig(RunConfig):
         for model in self.further_models:
             yield from check_layout(model.config, model.cluster)
             if model.config.router_replay.enabled:
-                yield f"{model.key}.router_replay.enabled", "its experts are not those that generated; set it to false"
+                key = f"{model.key}.router_replay.enabled"
+                yield key, f"its experts are not those that generated; {remedy(f'{key}=false')}"
             if (length := model.config.max_total_sequence_length) < self.policy.max_total_sequence_length:
                 yield (
                     f"{model.key}.max_total_sequence_length",
@@ -504,11 +523,12 @@ class RolloutMasterConfig(RunConfig):
         vllm, is_colocated = self.policy.generation.vllm_cfg, self.policy.generation.colocated.enabled
         num_workers, per_node = self.generation_cluster.num_workers, self.generation_cluster.workers_per_node
         size, kind = vllm.engine_size, self.cluster.kind
+        wide, deep = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
         section = "policy.generation.vllm_cfg"
         key, text = f"{section}.tensor_parallel_size", str(size)
-        if vllm.pipeline_parallel_size > 1:
+        if deep > 1:
             key = f"{section}.pipeline_parallel_size"
-            text = f"{vllm.pipeline_parallel_size} x tensor_parallel_size={vllm.tensor_parallel_size} = {size}"
+            text = f"{deep} x tensor_parallel_size={wide} = {size}"
         if num_workers % size:
             which = "of the cluster" if is_colocated else "that generate"
             works = divisors(num_workers, near=size)
@@ -517,15 +537,18 @@ class RolloutMasterConfig(RunConfig):
             works = divisors(per_node, near=size)
             yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
         elif size > per_node and is_colocated:
+            tensor = max(part for part in range(1, per_node + 1) if part <= wide and per_node % part == 0)
+            sizes = {"tensor_parallel_size": (wide, tensor), "pipeline_parallel_size": (deep, per_node // tensor)}
+            fits = " and ".join(f"{section}.{name}={new}" for name, (old, new) in sizes.items() if new < old)
             # Pipeline stages alone may be on different nodes, and of engines on devices of their own.
-            apart = f", or {COLOCATED}.enabled=false" if vllm.tensor_parallel_size <= per_node else ""
-            fix = f"it must fit a node, so use at most {per_node}{apart}"
-            yield key, f"not supported yet: an engine of {text} spans nodes of {per_node} {kind}; {fix}"
-        elif size > per_node and per_node % vllm.tensor_parallel_size:
-            works = divisors(per_node, near=vllm.tensor_parallel_size)
+            fix = remedy(fits, *([self.devices_apart] if wide <= per_node else []))
+            text = f"an engine of {text} spans nodes of {per_node} {kind}, and it must fit one"
+            yield key, f"not supported yet: {text}; {fix}"
+        elif size > per_node and per_node % wide:
+            works = divisors(per_node, near=wide)
             yield (
                 f"{section}.tensor_parallel_size",
-                f"{vllm.tensor_parallel_size} devices that share every layer have to be on one node of {per_node} "
+                f"{wide} devices that share every layer have to be on one node of {per_node} "
                 f"{kind}; set it to one of {works}, and pipeline_parallel_size to span nodes",
             )
         elif size > per_node and size % per_node:
@@ -562,25 +585,25 @@ class RolloutMasterConfig(RunConfig):
         if isinstance(section, RetrievalEnvironmentConfig) and turns <= section.max_searches:
             yield (
                 key,
-                f"{turns} leaves no turn to answer after the {section.max_searches} searches of env.{name}; set it to "
-                f"at least {section.max_searches + 1}" + (f", or env.{name}.max_searches={turns - 1}" * (turns > 1)),
+                f"{turns} leaves no turn to answer after the {section.max_searches} searches of env.{name}; "
+                + remedy(
+                    f"{key}={section.max_searches + 1}", *([f"env.{name}.max_searches={turns - 1}"] * (turns > 1))
+                ),
             )
         elif isinstance(section, PythonToolsEnvironmentConfig) and turns < 2:
             yield (
                 key,
-                f"1 leaves no turn to read the result of a tool of env.{name}; set it to at least 2, and to one more "
-                "than the calls that an answer may need",
+                f"1 leaves no turn to read the result of a tool of env.{name}, and an answer needs one more than its "
+                f"calls; {remedy(f'{key}=2')}",
             )
         elif isinstance(section, SlidingPuzzleEnvironmentConfig):
-            limits = [
-                dataset.kwargs.get("max_moves") or section.cfg.max_moves
-                for dataset in [*self.data.train, *(self.data.validation or [])]
-                if dataset.env_name == name
-            ]
+            rows = [row for row in [*self.data.train, *(self.data.validation or [])] if row.env_name == name]
+            own = [row.kwargs["max_moves"] for row in rows if row.kwargs.get("max_moves")]
+            limits = [*own, *([section.cfg.max_moves] * (len(own) < len(rows)))]
             longest = max((limit for limit in limits if isinstance(limit, int)), default=0)
+            ways = [f"{key}={longest}", *([] if own else [f"env.{name}.cfg.max_moves={turns}"])]
             if turns < longest:
                 yield (
                     key,
-                    f"{turns} cuts games of env.{name} off before their {longest} moves are made; set it to at least "
-                    f"{longest}, or env.{name}.cfg.max_moves={turns}",
+                    f"{turns} cuts games of env.{name} off before their {longest} moves are made; {remedy(*ways)}",
                 )

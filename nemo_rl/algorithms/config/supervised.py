@@ -15,7 +15,7 @@ from nemo_rl.algorithms.config.loop import (
     data_parallel_size,
     saving_rules,
 )
-from nemo_rl.config.rules import Derived, StrictModel, value_of
+from nemo_rl.config.rules import Derived, StrictModel, remedy, value_of
 from nemo_rl.data.config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleDataConfig, PreferenceDataConfig
 from nemo_rl.models.policy.config import PolicyConfig, check_batching
 
@@ -88,9 +88,11 @@ class SupervisedMasterConfig(RunConfig):
     rules: ClassVar = {
         "data.max_input_seq_length > {policy.max_total_sequence_length}": (
             "{data.max_input_seq_length} is more than policy.max_total_sequence_length="
-            "{policy.max_total_sequence_length}; use at most that"
+            "{policy.max_total_sequence_length} -> data.max_input_seq_length={policy.max_total_sequence_length}"
         ),
-        "policy.router_replay.enabled": "nothing is generated that experts could be taken from; set it to false",
+        "policy.router_replay.enabled": (
+            "nothing is generated that experts could be taken from -> policy.router_replay.enabled=false"
+        ),
         **saving_rules("policy"),
     }
 
@@ -103,7 +105,9 @@ class SupervisedMasterConfig(RunConfig):
         yield from self.check_metric_names()
 
 
-_NEEDS_LANGUAGE_MODEL = {"policy.reward_model_cfg.enabled": "is for reward models (run_rm.py); set it to false"}
+_NEEDS_LANGUAGE_MODEL = {
+    "policy.reward_model_cfg.enabled": "is for reward models (run_rm.py) -> policy.reward_model_cfg.enabled=false"
+}
 
 
 class SFTConfig(SupervisedConfig):
@@ -161,19 +165,21 @@ class DPOLossConfig(StrictModel):
 
     rules: ClassVar = {
         "label_smoothing: preference_loss=robust requires label_smoothing > 0": (
-            "robust needs the probability of a flipped label; set label_smoothing, e.g. 0.1"
+            "robust needs the probability of a flipped label -> label_smoothing=0.1"
         ),
         "label_smoothing > 0 excludes preference_loss=[ipo, hinge]": (
-            "has no meaning with preference_loss={preference_loss}; set it to 0, or preference_loss=sigmoid"
+            "has no meaning with preference_loss={preference_loss} -> label_smoothing=0 | preference_loss=sigmoid"
         ),
         "reference_policy_kl_penalty=0 excludes sft_loss_weight=0": (
-            "makes the preference loss constant, and sft_loss_weight is 0, so nothing would be learned; set one"
+            "makes the preference loss constant, and sft_loss_weight is 0, so nothing would be learned -> "
+            "reference_policy_kl_penalty=0.05 | sft_loss_weight=1"
         ),
         "reference_policy_kl_penalty=0 excludes preference_loss=ipo": (
-            "is the tau that ipo divides by; set it above 0, or preference_loss=sigmoid"
+            "is the tau that ipo divides by -> reference_policy_kl_penalty=0.05"
         ),
         "preference_loss_weight=0 excludes sft_loss_weight=0": (
-            "and sft_loss_weight are both 0, so nothing would be learned; set one"
+            "and sft_loss_weight are both 0, so nothing would be learned -> preference_loss_weight=1 | "
+            "sft_loss_weight=1"
         ),
     }
 
@@ -218,7 +224,7 @@ class DPOMasterConfig(PreferenceMasterConfig):
         if self.dpo.precompute_reference_logprobs and any(dataset.streaming for dataset in self.data.train):
             yield (
                 "dpo.precompute_reference_logprobs",
-                "needs all rows before the first step; set it to false, or streaming=false of data.train",
+                f"needs all rows before the first step; {remedy('dpo.precompute_reference_logprobs=false')}",
             )
 
 
@@ -241,7 +247,8 @@ class RMMasterConfig(PreferenceMasterConfig):
     rules: ClassVar = {
         "policy.reward_model_cfg requires policy.reward_model_cfg.enabled and "
         "policy.reward_model_cfg.reward_model_type=bradley_terry": (
-            "a reward model is trained with {enabled: true, reward_model_type: bradley_terry}; set these"
+            "a reward model is trained with {enabled: true, reward_model_type: bradley_terry} -> "
+            "policy.reward_model_cfg.enabled=true and policy.reward_model_cfg.reward_model_type=bradley_terry"
         ),
     }
 

@@ -83,16 +83,18 @@ class AgentEnvironmentConfig(ActorsConfig):
     session: SessionConfig = SessionConfig()
 
     rules: ClassVar = {
-        "network: not network and not isolate": "is kept from isolated commands alone; set isolate: true",
-        "paths requires isolate": "are of isolated commands; set isolate: true",
+        "network: not network and not isolate": "is kept from isolated commands alone -> isolate=true",
+        "paths requires isolate": "are of isolated commands -> isolate=true",
         "not network requires command": "is kept from commands alone; leave it out",
         "paths requires command": "are of commands; leave them out",
         "env_vars requires command": "are of commands; leave them out",
         "memory_mib requires command": "limits commands; leave it out",
         "raw_text": "no effect: sessions of agents render messages themselves; leave it out",
         "kwargs requires run": "are arguments of run; a command has env_vars, and a service has the row",
-        "credit: credit=discounted and roles": "roles have rewards of their own; set shared or branch",
-        "discount: discount != 1 requires credit=discounted": "no effect with {credit}; set credit=discounted",
+        "credit: credit=discounted and roles": "roles have rewards of their own -> credit=shared | credit=branch",
+        "discount: discount != 1 requires credit=discounted": (
+            "no effect with {credit} -> credit=discounted | discount=1"
+        ),
     }
 
     @property

@@ -73,9 +73,9 @@ def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, 
 
     Accepted settings keep the distribution without drafts, report its logprobs, and depend on a request's seed alone.
     """
-    if SPECULATION not in vllm_kwargs:
+    settings = vllm_kwargs.get(SPECULATION)  # null is vLLM's own default: none
+    if settings is None:
         return
-    settings = vllm_kwargs[SPECULATION]
     if not isinstance(settings, dict):
         yield SPECULATION, "must be a section, such as {method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}"
         return
@@ -313,8 +313,8 @@ class GenerationConfig(StrictModel):
         **{f"vllm_kwargs.{key}: vllm_kwargs has {key}": text for key, text in _DECIDED.items()},
         **{
             f"vllm_cfg.logprobs_mode: vllm_cfg.logprobs_mode=raw_logprobs and {setting}": (
-                f"raw_logprobs are before {name}, which training applies to its own; set it to processed_logprobs, or "
-                f"{{section}}.{fix}"
+                f"raw_logprobs are before {name}, which training applies to its own -> "
+                f"vllm_cfg.logprobs_mode=processed_logprobs | {fix}"
             )
             for setting, name, fix in (
                 ("temperature != 1", "the temperature", "temperature=1"),

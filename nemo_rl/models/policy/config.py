@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Derived, StrictModel, divisors, round_up
+from nemo_rl.config.rules import Derived, StrictModel, divisors, remedy, round_up
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
@@ -115,13 +115,13 @@ class LoRAConfig(StrictModel):
 
     rules: ClassVar = {
         "adapter_path requires enabled": (
-            "is an adapter to begin with; set enabled=true to train it, or adapter_path=null"
+            "is an adapter to begin with, that adapters train from -> enabled=true | adapter_path=null"
         ),
         "target_modules: enabled and match_all_linear excludes target_modules": (
-            "all linear layers are adapted; set match_all_linear=false to name some"
+            "all linear layers are adapted -> match_all_linear=false | target_modules=[]"
         ),
         "target_modules: enabled and not match_all_linear requires target_modules": (
-            "names no layer; name some, for example [q_proj, v_proj], or set match_all_linear=true"
+            "names no layer -> target_modules=[q_proj, v_proj] | match_all_linear=true"
         ),
     }
 
@@ -137,7 +137,7 @@ class PipelineConfig(StrictModel):
 
     rules: ClassVar = {
         "stages_per_rank: schedule=interleaved_1f1b requires stages_per_rank > 1": (
-            "interleaved_1f1b needs more than one stage per rank; 2 is usual there"
+            "interleaved_1f1b needs more than one stage per rank -> stages_per_rank=2"
         ),
         "stages_per_rank > 1 requires schedule=interleaved_1f1b": "several stages per rank are interleaved",
     }
@@ -204,13 +204,13 @@ class DTensorConfig(StrictModel):
     ignored_when_off: ClassVar = True
 
     rules: ClassVar = {
-        "sequence_parallel requires tensor_parallel_size > 1": "splits over tensor-parallel ranks",
-        "custom_parallel_plan requires tensor_parallel_size > 1": "is a plan for tensor-parallel ranks",
+        "sequence_parallel requires tensor_parallel_size > 1": "splits over tensor-parallel ranks -> sequence_parallel=false",
+        "custom_parallel_plan requires tensor_parallel_size > 1": "is a plan for tensor-parallel ranks -> custom_parallel_plan=null",
         "pipeline.stages_per_rank > 1 requires pipeline_parallel_size > 1": (
-            "needs {section}.pipeline_parallel_size above 1; set pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
+            "needs {section}.pipeline_parallel_size above 1 -> pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
         ),
         "defer_fsdp_grad_sync: pipeline_parallel_size > 1 excludes defer_fsdp_grad_sync=false": (
-            "a pipeline reduces gradients once per optimizer step; set it to null"
+            "a pipeline reduces gradients once per optimizer step -> defer_fsdp_grad_sync=null"
         ),
     }
 
@@ -361,59 +361,59 @@ class PolicyConfig(StrictModel):
 
     rules: ClassVar = {
         "dynamic_batching.enabled excludes sequence_packing.enabled": (
-            "excludes {section}.sequence_packing.enabled: both fill micro-batches by tokens; switch one of them off"
+            "excludes {section}.sequence_packing.enabled: both fill micro-batches by tokens"
         ),
         "padding_free=false excludes sequence_packing.enabled": (
-            "packed sequences have no padding; set it to null, or {section}.sequence_packing.enabled=false and "
-            "{section}.dynamic_batching.enabled=true"
+            "packed sequences have no padding -> padding_free=null | sequence_packing.enabled=false and "
+            "dynamic_batching.enabled=true"
         ),
         # backends
         "megatron_cfg.enabled excludes dtensor_cfg.enabled": "excludes {section}.dtensor_cfg.enabled=true",
         "dtensor_cfg.enabled: not megatron_cfg.enabled requires dtensor_cfg.enabled": (
-            "no training backend is left; set it or {section}.megatron_cfg.enabled to true"
+            "no training backend is left -> dtensor_cfg.enabled=true | megatron_cfg.enabled=true"
         ),
         "optimizer=null requires megatron_cfg.enabled": (
             "null leaves training with PyTorch without an optimizer; give a name and kwargs"
         ),
         "router_replay.enabled requires megatron_cfg.enabled": (
-            "needs {section}.megatron_cfg.enabled=true; set it to false"
+            "needs {section}.megatron_cfg.enabled=true -> router_replay.enabled=false"
         ),
         "freeze excludes dtensor_cfg.lora_cfg.enabled": (
-            "adapters leave the weights of all parts as they are; set it to [], and choose the layers to adapt with "
-            "{section}.dtensor_cfg.lora_cfg.target_modules or exclude_modules"
+            "adapters leave the weights of all parts as they are; {section}.dtensor_cfg.lora_cfg.target_modules or "
+            "exclude_modules choose the layers to adapt -> freeze=[]"
         ),
         "scheduler excludes megatron_cfg.enabled": (
-            "is for training with PyTorch; use {section}.megatron_cfg.scheduler and set this to null"
+            "is for training with PyTorch, and {section}.megatron_cfg.scheduler with Megatron -> scheduler=[]"
         ),
         "padding_free=false excludes megatron_cfg.enabled": (
-            "Megatron always trains on sequences laid end to end; set it to null"
+            "Megatron always trains on sequences laid end to end -> padding_free=null"
         ),
         # data types and numbers that both `policy` and `megatron_cfg` state
         "master_precision != float32 excludes megatron_cfg.enabled": (
             "with Megatron, {section}.megatron_cfg.optimizer.use_precision_aware_optimizer and its dtypes decide how "
-            "optimizer state is kept; set it to float32"
+            "optimizer state is kept -> master_precision=float32"
         ),
         "megatron_cfg.optimizer.bf16=true and megatron_cfg.enabled requires precision=bfloat16": (
-            "does not fit {section}.precision={precision}; set it to null"
+            "does not fit {section}.precision={precision} -> megatron_cfg.optimizer.bf16=null"
         ),
         "megatron_cfg.optimizer.bf16=false and megatron_cfg.enabled excludes precision=bfloat16": (
-            "does not fit {section}.precision={precision}; set it to null"
+            "does not fit {section}.precision={precision} -> megatron_cfg.optimizer.bf16=null"
         ),
         "megatron_cfg.pipeline_dtype and megatron_cfg.enabled requires megatron_cfg.pipeline_dtype={precision}": (
-            "must be {section}.precision={precision}; set it to null"
+            "must be {section}.precision={precision} -> megatron_cfg.pipeline_dtype=null"
         ),
         "megatron_cfg.optimizer.clip_grad and megatron_cfg.enabled requires "
         "megatron_cfg.optimizer.clip_grad={max_grad_norm}": (
-            "is not {section}.max_grad_norm={max_grad_norm}, at which training clips; set that to "
-            "{megatron_cfg.optimizer.clip_grad}, or this to null"
+            "is not {section}.max_grad_norm={max_grad_norm}, at which training clips -> "
+            "max_grad_norm={megatron_cfg.optimizer.clip_grad} | megatron_cfg.optimizer.clip_grad=null"
         ),
         "megatron_cfg.linear_ce_fusion_chunk_size and logprob_chunk_size and megatron_cfg.enabled requires "
         "megatron_cfg.linear_ce_fusion_chunk_size={logprob_chunk_size}": (
             "{megatron_cfg.linear_ce_fusion_chunk_size} is not {section}.logprob_chunk_size={logprob_chunk_size}, "
-            "which it repeats; set it to null"
+            "which it repeats -> megatron_cfg.linear_ce_fusion_chunk_size=null"
         ),
         "megatron_cfg.fp8_cfg.enabled and megatron_cfg.enabled requires precision=bfloat16": (
-            "FP8 is for weights in bfloat16, and {section}.precision is {precision}; set that to bfloat16"
+            "FP8 is for weights in bfloat16, and {section}.precision is {precision} -> precision=bfloat16"
         ),
     }
 
@@ -449,10 +449,16 @@ class PolicyConfig(StrictModel):
                 "megatron_cfg.context_parallel_size",
                 f"{megatron.context_parallel_size} ranks hold {chunks} equal chunks of every sequence, and "
                 f"{{section}}.max_total_sequence_length={longest} is no multiple of that; "
-                f"{longest - left_over} and {longest - left_over + chunks} are",
+                + remedy(
+                    f"max_total_sequence_length={longest - left_over}",
+                    f"max_total_sequence_length={longest - left_over + chunks}",
+                    section="{section}",
+                ),
             )
         if self.optimizer is not None and self.optimizer != OptimizerConfig():
-            yield "optimizer", f"is for training with PyTorch; set it to null{_as_megatron(self.optimizer.kwargs)}"
+            way = " and ".join(["optimizer=null", *_as_megatron(self.optimizer.kwargs)])
+            text = "is for training with PyTorch, and {section}.megatron_cfg.optimizer with Megatron"
+            yield "optimizer", f"{text}; {remedy(way, section='{section}')}"
 
     def _check_scheduler(self) -> Iterator[tuple[str, str]]:
         num_schedulers = sum(item.name is not None for item in self.scheduler)
@@ -472,17 +478,14 @@ class PolicyConfig(StrictModel):
                 yield "scheduler", f"milestones must increase (got {values})"
 
 
-def _as_megatron(kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a PyTorch optimizer as keys of Megatron's, for an error message."""
-    section = "{section}.megatron_cfg.optimizer"
+def _as_megatron(kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments of a PyTorch optimizer as keys of Megatron's, for a remedy."""
     names = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps", "momentum": "sgd_momentum"}
     values = {new: kwargs[old] for old, new in names.items() if old in kwargs}
     match kwargs.get("betas"):
         case (beta1, beta2):
             values |= {"adam_beta1": beta1, "adam_beta2": beta2}
-    if not values:
-        return f", and use {section}"
-    return ", and carry its values over: " + " ".join(f"{section}.{name}={value}" for name, value in values.items())
+    return [f"megatron_cfg.optimizer.{name}={value}" for name, value in values.items()]
 
 
 class SecondModelConfig(PolicyConfig):
@@ -522,8 +525,13 @@ class DraftConfig(StrictModel):
     ignored_when_off: ClassVar = True
 
     rules: ClassVar = {
-        "aux_layer_indices excludes model_name": "the draft of {section}.model_name decides it; set it to null",
+        "aux_layer_indices excludes model_name": (
+            "the draft of {section}.model_name decides it -> aux_layer_indices=null"
+        ),
     }
+
+
+_NO_DRAFT = "draft.enabled=false and generation.vllm_kwargs.speculative_config=null"
 
 
 class RolloutPolicyConfig(PolicyConfig):
@@ -536,27 +544,32 @@ class RolloutPolicyConfig(PolicyConfig):
     """A draft model that trains beside the policy, for speculative decoding."""
 
     rules: ClassVar = {
-        "draft.enabled excludes megatron_cfg.enabled": (
-            "a draft trains with PyTorch only; switch {section}.draft.enabled off, or train with {section}.dtensor_cfg"
-        ),
+        "draft.enabled excludes megatron_cfg.enabled": f"a draft trains with PyTorch only -> {_NO_DRAFT}",
         **{
-            f"draft.enabled excludes dtensor_cfg.{key} > 1": f"needs whole models; set {{section}}.dtensor_cfg.{key}=1"
+            f"draft.enabled excludes dtensor_cfg.{key} > 1": f"needs whole models -> dtensor_cfg.{key}=1 | {_NO_DRAFT}"
             for key in [f"{axis}_parallel_size" for axis in ("tensor", "context", "pipeline", "expert")]
         },
-        "draft.enabled excludes dtensor_cfg.torch_compile": "compiled blocks do not show a draft their states",
-        "draft.enabled requires generation.backend=vllm": "only engines of vLLM take drafts; set it to false",
-        "draft.enabled excludes generation.vllm_cfg.precision=fp8": "quantising engines take no draft; set it to false",
-        "draft.enabled excludes generation.vllm_cfg.pipeline_parallel_size > 1": (
-            "the stages of an engine take no draft; set {section}.generation.vllm_cfg.pipeline_parallel_size=1"
+        "draft.enabled excludes dtensor_cfg.torch_compile": (
+            f"compiled blocks do not show a draft their states -> dtensor_cfg.torch_compile=false | {_NO_DRAFT}"
         ),
-        "reward_model_cfg.enabled": "a policy that generates needs the head of a language model; set it to false",
+        "draft.enabled requires generation.backend=vllm": "only engines of vLLM take drafts -> draft.enabled=false",
+        "draft.enabled excludes generation.vllm_cfg.precision=fp8": (
+            f"quantising engines take no draft -> generation.vllm_cfg.precision={{precision}} | {_NO_DRAFT}"
+        ),
+        "draft.enabled excludes generation.vllm_cfg.pipeline_parallel_size > 1": (
+            f"the stages of an engine take no draft -> generation.vllm_cfg.pipeline_parallel_size=1 | {_NO_DRAFT}"
+        ),
+        "reward_model_cfg.enabled": (
+            "a policy that generates needs the head of a language model -> reward_model_cfg.enabled=false"
+        ),
         "generation.vllm_cfg.max_model_len > {max_total_sequence_length}": (
             "{generation.vllm_cfg.max_model_len} is more than {section}.max_total_sequence_length="
-            "{max_total_sequence_length}: training could not take such samples; use at most that"
+            "{max_total_sequence_length}: training could not take such samples -> "
+            "generation.vllm_cfg.max_model_len={max_total_sequence_length}"
         ),
         "generation.max_new_tokens > {max_total_sequence_length}": (
             "{generation.max_new_tokens} is more than {section}.max_total_sequence_length={max_total_sequence_length}, "
-            "which counts the prompt too; use at most that"
+            "which counts the prompt too -> generation.max_new_tokens={max_total_sequence_length}"
         ),
     }
 
@@ -641,6 +654,6 @@ def check_budgets(
         if tokens < needed:
             yield (
                 policy.key(f"{section}.{name}"),
-                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; use at least {needed}, "
-                "or shorten them",
+                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; shorten them, or "
+                + remedy(f"{policy.key(f'{section}.{name}')}={needed}"),
             )

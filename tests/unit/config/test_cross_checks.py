@@ -1,11 +1,13 @@
-"""Values that do not fit together, or not to the devices: each is refused with what would work."""
+"""Values that do not fit together, or not to the devices: each is refused with what would work, and that is tried."""
 
 from pathlib import Path
 
 import pytest
 
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
 from tests.tables import FINE, cases, said_once
-from tests.unit.config.run_configs import MEGATRON, build, problems_of
+from tests.unit.config.run_configs import MEGATRON, MINIMAL, build, misleading, problems_of, problems_of_run
 from tests.unit.generation.configs import engine_settings, generation_config
 from tests.unit.policy.models import save_model
 
@@ -33,7 +35,7 @@ MICRO=3 & GPUS=2 & NODES=2
     -> 3 does not divide the 128 samples of each of 4 training rank(s) ... these would: 1, 2, 4, 8, 16, 32
 ENGINE.tensor_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 GPUs of the cluster; these would: 1, 2, 4, 8
 ENGINE.tensor_parallel_size=4 & GPUS=2 & NODES=4
-    -> not supported yet: an engine of 4 spans nodes of 2 GPUs; it must fit a node, so use at most 2
+    -> not supported yet: an engine of 4 spans nodes of 2 GPUs, and it must fit one; set ENGINE.tensor_parallel_size=2
 DTENSOR.tensor_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 training ranks; these would: 1, 2, 4, 8
 DTENSOR.tensor_parallel_size=4 & DTENSOR.context_parallel_size=2 & DTENSOR.pipeline_parallel_size=2 & GPUS=8
     -> tensor_parallel_size=4 x context_parallel_size=2 x pipeline_parallel_size=2 = 16 does not divide the 8
@@ -44,16 +46,16 @@ DTENSOR.dp_replicate_size=2 & DTENSOR.expert_parallel_size=8 & GPUS=8
 DTENSOR.activation_checkpointing=some -> must be 'full' or 'selective', or a valid boolean (got some)
 DTENSOR.sequence_parallel=true -> DTENSOR.sequence_parallel ... splits over tensor-parallel ranks
 policy.deterministic=true & GENERATION.top_p=0.9 & loss_fn.reference_policy_kl_penalty=0
-    -> policy.deterministic ... set top_p=1 or deterministic=false
+    -> policy.deterministic ... set GENERATION.top_p=1, or policy.deterministic=false
 policy.sequence_packing={enabled: true, train_mb_tokens: 500}
     -> policy.sequence_packing.train_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
 policy.dynamic_batching={enabled: true, logprob_mb_tokens: 500}
     -> policy.dynamic_batching.logprob_mb_tokens ... 500 is too little for policy.max_total_sequence_length=512
 GENERATION.max_new_tokens=1024 -> 1024 is more than policy.max_total_sequence_length=512
-data.max_input_seq_length=600 -> use at most that
+data.max_input_seq_length=600 -> set data.max_input_seq_length=512
 loss_fn.force_on_policy_ratio=true & BATCH=128 -> loss_fn.force_on_policy_ratio ... set BATCH=512
 loss_fn.ratio_clip_c=1.1 -> must be above 1 + ratio_clip_max = 1.2
-grpo.skip_reference_policy_logprobs_calculation=true -> set loss_fn.reference_policy_kl_penalty=0 (it is 0.01)
+grpo.skip_reference_policy_logprobs_calculation=true -> (it is 0.01); set loss_fn.reference_policy_kl_penalty=0, or
 GENERATION.temperature=0 -> needs a temperature above 0
 GENERATION.top_p=0.9 & GENERATION.top_k=50 -> fine
 GENERATION.bad_words=[no] & ENGINE.logprobs_mode=raw_logprobs -> fine
@@ -64,10 +66,10 @@ GENERATION.top_p=0.9 & loss_fn.use_kl_in_reward=true & grpo.adv_estimator.name=r
     -> loss_fn.use_kl_in_reward ... not supported yet: the KL in the reward
 grpo.adv_estimator.reward_weights=[1, 2] -> weighs several rewards, which gdpo alone tells apart
 grpo.adv_estimator={name: gdpo, reward_weights: [1, 2]} -> fine
-ALONE -> grpo.num_generations_per_prompt ... leave-one-out baseline needs at least 2 samples
+ALONE -> grpo.num_generations_per_prompt ... a group of 1 has no advantage; set grpo.num_generations_per_prompt=2, or
 ALONE & grpo.use_leave_one_out_baseline=false -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
 ALONE & grpo.adv_estimator.name=reinforce_plus_plus
-    -> grpo.num_generations_per_prompt ... set 2 or more, or grpo.adv_estimator.minus_baseline=false
+    -> group of 1 is 0; set grpo.num_generations_per_prompt=2, or grpo.adv_estimator.minus_baseline=false
 grpo.reward_shaping={enabled: true, max_response_length: 9} -> overlong_buffer_length: 128 is more than max_resp
 grpo.reward_shaping={enabled: true, max_response_length: 9, stop_properly_penalty_coef: 0} -> fine
 grpo.reward_shaping.enabled=true & grpo.adv_estimator.name=gdpo
@@ -78,12 +80,12 @@ grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: age
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
 data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0}
-    -> switch validation off with grpo.val_period=0 checkpointing.metric_name=null
+    -> or set grpo.val_period=0 and checkpointing.metric_name=null
 data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null
     & grpo.replay_from=/tmp & grpo.val_at_end=false -> fine
-grpo.val_period=0 -> checkpointing.metric_name ... set grpo.val_period above 0, or checkpointing.metric_name=null
+grpo.val_period=0 -> checkpointing.metric_name ... set grpo.val_period=10, or checkpointing.metric_name=null
 grpo.val_period=0 & checkpointing.enabled=false & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> fine
-grpo.val_period=4 & checkpointing.save_period=10 -> checkpointing.save_period ... for val_period use 1, 2, 5, 10
+grpo.val_period=4 & checkpointing.save_period=10 -> set checkpointing.save_period=12, or grpo.val_period=2
 checkpointing.metric_name=train:max_seq_mult_prob_error -> no run with this configuration
 checkpointing.metric_name=accuracy -> must be "val:<metric>"
 checkpointing.metric_name=val:acuracy -> did you mean val:accuracy?
@@ -110,11 +112,11 @@ EAGLE3} -> GENERATION.vllm_kwargs.speculative_config.model ... (policy.draft of 
 +policy.draft.enabled=true -> GENERATION.vllm_kwargs.speculative_config ... needs {method: eagle3
 +policy.draft.enabled=true & EAGLE3, model: a} -> policy.draft.model_name decides it
 GENERATION.backend=megatron
-    -> set policy.megatron_cfg.enabled=true and DTENSOR.enabled=false, or GENERATION.backend=vllm
+    -> set GENERATION.backend=hf, or GENERATION.backend=vllm
 policy.router_replay.enabled=true -> needs policy.megatron_cfg.enabled=true
 policy.freeze=[vision_tower] & DTENSOR.lora_cfg.enabled=true -> policy.freeze ... DTENSOR.lora_cfg.target_modules or
-GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> runs on GPUs only; use policy.precision=float32
-GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> runs on GPUs only; use auto
+GPUS=0 & policy.precision=float32 & ENGINE.precision=fp8 -> set ENGINE.precision=float32
+GPUS=0 & policy.precision=float32 & ENGINE.kv_cache_dtype=fp8 -> set ENGINE.kv_cache_dtype=auto
 ENGINE.kv_cache_dtype=int8 -> fp8_per_token_head
 +ENGINE.env_vars.TMPDIR=/scratch -> ENGINE.env_vars.TMPDIR ... for the whole run
 GPUS=0 & policy.precision=float32 & +ENGINE.env_vars.OMP_NUM_THREADS='4' -> ENGINE.env_vars.OMP_NUM_THREADS ... on CPUs
@@ -133,7 +135,7 @@ HF & +GENERATION.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
 HF & grpo.async_grpo.enabled=true -> nothing samples while the policy trains
 RESOURCES.num_nodes=1 -> RESOURCES ... num_nodes only count for generation on its own resources; leave
 APART & GPUS=8 -> RESOURCES.gpus_per_node ... is required: how many of the node's 8 GPUs generate, 1 to 7
-APART & GPUS=1 -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set cluster.gpus
+APART & GPUS=1 -> policy.generation.colocated.enabled ... cannot both train and generate on its own; set
 APART & GPUS=0 & cluster.cpu_workers_per_node=2 & RESOURCES.gpus_per_node=1
     -> RESOURCES.gpus_per_node ... the cluster has no GPUs; set RESOURCES.cpu_workers_per_node instead
 APART & GPUS=2 & RESOURCES.cpu_workers_per_node=1
@@ -141,7 +143,7 @@ APART & GPUS=2 & RESOURCES.cpu_workers_per_node=1
 APART & GPUS=2 & RESOURCES={gpus_per_node: 1, num_nodes: 2}
     -> RESOURCES.num_nodes ... 2 of one node (NODES=1) leaves none to train; leave it out
 APART & NODES=2 & RESOURCES.num_nodes=2
-    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; set 1, or raise NODES
+    -> RESOURCES.num_nodes ... 2 of the 2 nodes leaves none to train; raise NODES, or set RESOURCES.num_nodes=1
 APART & NODES=2 & GPUS=8 & RESOURCES={num_nodes: 1, gpus_per_node: 4}
     -> RESOURCES.gpus_per_node ... whole ones generate, with all their 8 GPUs; leave it out
 SERVER & GENERATION.backend=hf -> GENERATION.backend=vllm
@@ -156,7 +158,7 @@ SERVER & ENGINE.http_server_serving_chat_kwargs.reasoning_parser=r1 -> reasoning
 +env.it={type: sliding_puzzle_game} & DATASET=sliding_puzzle & grpo.max_rollout_turns=29
     -> 29 cuts games of env.it off before their 30 moves are made
 +env.it={type: sliding_puzzle_game} & DATASET=sliding_puzzle & +data.train.kwargs.max_moves=40
-    & grpo.max_rollout_turns=30 -> set it to at least 40
+    & grpo.max_rollout_turns=30 -> set grpo.max_rollout_turns=40
 """
 # The last row has keys of NeMo RL that ask for nothing.
 OF_MEGATRON = """
@@ -164,29 +166,30 @@ policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}} -> policy.optimizer 
 CFG.expert_model_parallel_size=8 & CFG.pipeline_model_parallel_size=2 & GPUS=8
     -> expert_model_parallel_size=8 does not divide the 4 ranks of a pipeline stage ... these would: 1, 2, 4
 CFG.context_parallel_size=2 & policy.max_total_sequence_length=510 & GPUS=2
-    -> CFG.context_parallel_size ... 2 ranks hold 4 equal chunks of every sequence ... 508 and 512 are
+    -> CFG.context_parallel_size ... 4 equal chunks of every sequence ... =508, or policy.max_total_sequence_length=512
 CFG.pipeline_model_parallel_size=4 & CFG.virtual_pipeline_model_parallel_size=2 & MICRO=1
     & BATCH=2 & GPUS=4 -> BATCH ... is a multiple of 4
-GPUS=0 & CFG.attention_backend=flash -> CFG.attention_backend ... set it to auto
+GPUS=0 & CFG.attention_backend=flash -> CFG.attention_backend ... set CFG.attention_backend=auto
 CFG.recompute_modules=[attention] -> CFG.recompute_modules.0 ... 'core_attn'
-CFG.optimizer.clip_grad=0.5 -> which training clips; set that to 0.5, or this to null
+CFG.optimizer.clip_grad=0.5 -> which training clips; set policy.max_grad_norm=0.5, or CFG.optimizer.clip_grad=null
 CFG.moe_shared_expert_overlap=true & CFG.moe_token_dispatcher_type=allgather
     -> CFG.moe_token_dispatcher_type ... needs alltoall
-IN_FP8 & policy.precision=float32 -> CFG.fp8_cfg.enabled ... set that to bfloat16
+IN_FP8 & policy.precision=float32 -> CFG.fp8_cfg.enabled ... set policy.precision=bfloat16
 IN_FP8 & CFG.fp8_cfg.fp8_param=true -> CFG.fp8_cfg.fp8_param ... still multiplies in FP8
-IN_FP8 & CFG.moe_token_dispatcher_type=allgather -> CFG.moe_token_dispatcher_type ... set it to alltoall
+IN_FP8 & CFG.moe_token_dispatcher_type=allgather -> FP8 need; set CFG.moe_token_dispatcher_type=alltoall
 IN_FP8 & CFG.fp8_cfg.fp8_recipe=delayed & CFG.activation_checkpointing=true
     & CFG.recompute_granularity=selective & CFG.recompute_modules=[layernorm]
-    -> CFG.fp8_cfg.fp8_recipe ... set tensorwise or blockwise
+    -> CFG.fp8_cfg.fp8_recipe ... set CFG.fp8_cfg.fp8_recipe=tensorwise, or
 IN_FP8 & GENERATION.backend=megatron -> products in FP8 where the policy's own workers generate
-checkpointing.model_save_format=safetensors -> checkpointing.model_save_format ... set it to torch_save
-GENERATION.backend=hf -> set policy.dtensor_cfg.enabled=true and CFG.enabled=false, or
+checkpointing.model_save_format=safetensors
+    -> set checkpointing.model_save_format=torch_save
+GENERATION.backend=hf -> set GENERATION.backend=megatron, or
 GENERATION.backend=megatron & CFG.pipeline_model_parallel_size=2 & GPUS=2
     -> pipeline stages where the policy's own workers generate
 policy.router_replay.enabled=true & GENERATION.backend=megatron
-    -> does not say which experts a token went through; set it to false, or GENERATION.backend=vllm
+    -> a token went through; set policy.router_replay.enabled=false, or GENERATION.backend=vllm
 policy.router_replay.enabled=true & GENERATION.vllm_cfg.enable_prefix_caching=false
-    -> only with a prefix cache; set it to true
+    -> only with a prefix cache; set ENGINE.enable_prefix_caching=true
 policy.router_replay.enabled=true & GENERATION.vllm_cfg.pipeline_parallel_size=2 & GPUS=2
     -> engines of one stage alone return the experts of tokens
 GENERATION.backend=megatron & +GENERATION.mcore_generation_config.num_speculative_tokens=2 -> not supported yet
@@ -221,10 +224,12 @@ WITH_MEGATRON = [((*MEGATRON, *overrides), said) for overrides, said in cases(OF
 
 @pytest.mark.parametrize(("overrides", "said"), [*cases(CASES, SHORT), *WITH_MEGATRON])
 def test_cross_checks(overrides: tuple[str, ...], said: str) -> None:
-    if said == FINE:
-        build(*overrides)
-    else:
-        said_once(said, problems_of(*overrides))
+    problems = problems_of_run(GRPOMasterConfig, MINIMAL, overrides)
+    assert (said == FINE) == (not problems)
+    if problems:
+        said_once(said, str(ConfigError(problems)))
+        wrong = misleading(GRPOMasterConfig, MINIMAL, overrides, problems)
+        assert not wrong, "\n".join(wrong)
 
 
 def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> None:
@@ -258,7 +263,8 @@ def test_the_state_is_sharded_where_the_optimizer_can(name: str, shards: bool) -
     assert build(*MEGATRON[:2], chosen).policy.megatron_cfg.optimizer.shards_optimizer == shards
     if not shards:
         said = problems_of(*MEGATRON[:2], chosen, "policy.megatron_cfg.optimizer.use_distributed_optimizer=true")
-        assert f"policy.megatron_cfg.optimizer.optimizer={name}); set it to null or false" in said
+        section = "policy.megatron_cfg.optimizer"
+        assert f"{section}.optimizer={name}); set {section}.use_distributed_optimizer=null" in said
 
 
 @pytest.mark.slow

@@ -23,10 +23,10 @@ agent: {command: [x], kwargs: {a: 1}} -> kwargs: are arguments of run
 agent: {run: 'm:f', raw_text: true} -> raw_text: no effect: sessions of agents render messages themselves
 mcp: {servers: {a: {command: x}}, environment: {type: retrieval, dataset_name: c.csv, raw_text: true}}
     -> environment.raw_text: has no effect here; set it in the section of type mcp itself
-agent: {command: [x], isolate: false, network: false} -> set isolate: true
+agent: {command: [x], isolate: false, network: false} -> set isolate=true
 agent: {run: 'm:f', network: false} -> network: is kept from commands alone
 agent: {run: 'm:f', roles: {a b: null}} -> 'a b' is no name of a role
-agent: {run: 'm:f', roles: {a: null}, credit: discounted, discount: 0.5} -> set shared or branch
+agent: {run: 'm:f', roles: {a: null}, credit: discounted, discount: 0.5} -> set credit=shared, or credit=branch
 python_tools: {tools: [calc]} -> there is no tool 'calc'
 part: {name: formt} -> did you mean format
 part: {name: format, kwargs: {patern: x}} -> unexpected keyword argument 'patern'

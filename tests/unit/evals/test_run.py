@@ -55,7 +55,7 @@ def test_what_follows_from_what():
 
 
 REFUSED = """
-eval.k_value=9 -> eval.k_value ... 9 is more than num_tests_per_prompt=8
+eval.k_value=9 -> eval.k_value ... 9 is more than eval.num_tests_per_prompt=8
 generation.temperature=0 -> generation.temperature ... 0 gives 8 equal samples of each prompt
 generation.val_temperature=0.5 -> generation.val_temperature ... for validation during training
 generation.num_prompts_per_step=0 -> num_prompts_per_step ... must be 1 or more, or -1

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.rules import StrictModel, holds, value_of, written
+from nemo_rl.config.rules import StrictModel, holds, remedy, value_of, written
 
 Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
 MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
@@ -84,28 +84,33 @@ class MegatronOptimizerConfig(StrictModel):
     checked_by_parent: ClassVar = True
 
     rules: ClassVar = {
-        "fp16": "float16 is not supported; set it to false, and `precision` to bfloat16",
-        "params_dtype != float32": "steps of a small learning rate are lost in bfloat16; set it to float32",
-        "min_lr > {lr}": "{min_lr} is above lr={lr}; use at most that",
+        "fp16": "float16 is not supported -> fp16=false",
+        "params_dtype != float32": "steps of a small learning rate are lost in bfloat16 -> params_dtype=float32",
+        "min_lr > {lr}": "{min_lr} is above lr={lr} -> min_lr={lr}",
         "use_distributed_optimizer requires optimizer=adam": (
-            "SGD has next to no state to shard, and Muon updates whole matrices ({section}.optimizer={optimizer}); set "
-            "it to null or false"
+            "SGD has next to no state to shard, and Muon updates whole matrices ({section}.optimizer={optimizer}) -> "
+            "use_distributed_optimizer=null | use_distributed_optimizer=false"
         ),
         "use_precision_aware_optimizer excludes use_distributed_optimizer=false": (
-            "is part of use_distributed_optimizer; set that to true too"
+            "is part of use_distributed_optimizer -> use_distributed_optimizer=true | "
+            "use_precision_aware_optimizer=false"
         ),
-        "use_precision_aware_optimizer requires optimizer=adam": "{optimizer} does not have it; set it to false",
+        "use_precision_aware_optimizer requires optimizer=adam": (
+            "{optimizer} does not have it -> use_precision_aware_optimizer=false"
+        ),
         "use_precision_aware_optimizer: optimizer_cpu_offload requires use_precision_aware_optimizer": (
-            "main parameters stay on the GPU without it, even with optimizer_cpu_offload=true; set it to true"
+            "main parameters stay on the GPU without it, even with optimizer_cpu_offload=true -> "
+            "use_precision_aware_optimizer=true | optimizer_cpu_offload=false"
         ),
         "optimizer_cpu_offload requires exp_avg_dtype=float32 and exp_avg_sq_dtype=float32": (
-            "moments on the host are float32; set exp_avg_dtype and exp_avg_sq_dtype to it"
+            "moments on the host are float32 -> exp_avg_dtype=float32 and exp_avg_sq_dtype=float32"
         ),
         "optimizer_offload_fraction: optimizer_cpu_offload requires optimizer_offload_fraction > 0": (
-            "0 offloads nothing; use a fraction up to 1.0"
+            "0 offloads nothing -> optimizer_offload_fraction=1.0 | optimizer_cpu_offload=false"
         ),
         "use_precision_aware_optimizer=false requires exp_avg_dtype=float32 and exp_avg_sq_dtype=float32": (
-            "only this optimizer keeps moments in other dtypes; set it to true"
+            "only this optimizer keeps moments in other dtypes -> use_precision_aware_optimizer=true | "
+            "exp_avg_dtype=float32 and exp_avg_sq_dtype=float32"
         ),
     }
 
@@ -151,10 +156,12 @@ class MegatronSchedulerConfig(StrictModel):
     rules: ClassVar = {
         "lr_warmup_iters >= {lr_decay_iters}": "must be below lr_decay_iters={lr_decay_iters}; lower it",
         "lr_wsd_decay_iters: lr_decay_style=WSD requires lr_wsd_decay_iters <= {steps_after_warmup}": (
-            "WSD needs the number of steps at the end in which the learning rate falls; set 1 to {steps_after_warmup}"
+            "WSD needs the number of steps at the end in which the learning rate falls, at most {steps_after_warmup} "
+            "-> lr_wsd_decay_iters={steps_after_warmup}"
         ),
         "weight_decay_incr_style=constant requires start_weight_decay={end_weight_decay}": (
-            "constant needs equal start_weight_decay and end_weight_decay; set them equal, or this to linear"
+            "constant needs equal start_weight_decay and end_weight_decay -> start_weight_decay={end_weight_decay} | "
+            "weight_decay_incr_style=linear"
         ),
     }
 
@@ -347,63 +354,70 @@ class MegatronConfig(StrictModel):
     ignored_when_off: ClassVar = True
 
     rules: ClassVar = {
-        "sequence_parallel requires tensor_model_parallel_size > 1": "splits over tensor-parallel ranks",
+        "sequence_parallel requires tensor_model_parallel_size > 1": "splits over tensor-parallel ranks -> sequence_parallel=false",
         "virtual_pipeline_model_parallel_size: stages_per_rank > 1 requires pipeline_model_parallel_size > 1": (
-            "needs pipeline_model_parallel_size above 1; set it to null"
+            "needs pipeline_model_parallel_size above 1 -> virtual_pipeline_model_parallel_size=null"
         ),
-        "num_layers_in_first_pipeline_stage requires pipeline_model_parallel_size > 1": "there is one stage; set null",
-        "num_layers_in_last_pipeline_stage requires pipeline_model_parallel_size > 1": "there is one stage; set null",
+        "num_layers_in_first_pipeline_stage requires pipeline_model_parallel_size > 1": (
+            "there is one stage -> num_layers_in_first_pipeline_stage=null"
+        ),
+        "num_layers_in_last_pipeline_stage requires pipeline_model_parallel_size > 1": (
+            "there is one stage -> num_layers_in_last_pipeline_stage=null"
+        ),
         "distributed_data_parallel_config.overlap_param_gather requires optimizer.shards_optimizer": (
-            "gathers the shares that the distributed optimizer updates; set it to false, or "
-            "optimizer.use_distributed_optimizer=true"
+            "gathers the shares that the distributed optimizer updates -> "
+            "distributed_data_parallel_config.overlap_param_gather=false"
         ),
         # learning rate
         "optimizer.min_lr: scheduler.lr_decay_style != constant requires optimizer.min_lr < {optimizer.lr}": (
-            "scheduler.lr_decay_style={scheduler.lr_decay_style} falls from lr to it; give one below lr={optimizer.lr}"
+            "scheduler.lr_decay_style={scheduler.lr_decay_style} falls from lr={optimizer.lr} to it -> "
+            "optimizer.min_lr=0"
         ),
         "scheduler.lr_warmup_init > {optimizer.lr}": (
             "{scheduler.lr_warmup_init} is above optimizer.lr={optimizer.lr}; lower it"
         ),
         # layers
         "activation_checkpointing: recompute_granularity requires activation_checkpointing": (
-            "recompute_granularity is for recomputation; set this to true too"
+            "recompute_granularity is for recomputation -> activation_checkpointing=true | recompute_granularity=null"
         ),
         "recompute_modules: recompute_granularity=selective requires recompute_modules": (
-            "names nothing to compute again; use [core_attn], or recompute_granularity=full"
+            "names nothing to compute again -> recompute_modules=[core_attn] | recompute_granularity=full"
         ),
         "recompute_modules has moe_act requires moe_grouped_gemm": (
-            "moe_act is a part of grouped experts; leave it out or set moe_grouped_gemm=true"
+            "moe_act is a part of grouped experts; leave it out"
         ),
         "attention_backend=local requires transformer_impl=local": (
-            "local is for transformer_impl=local; set that, or this to auto"
+            "local is for transformer_impl=local -> transformer_impl=local | attention_backend=auto"
         ),
         # experts
         "moe_token_dispatcher_type=allgather and expert_model_parallel_size > 1": (
             "allgather needs micro-batches of one width, and those of ranks that share experts "
-            "(expert_model_parallel_size={expert_model_parallel_size}) differ; set it to alltoall"
+            "(expert_model_parallel_size={expert_model_parallel_size}) differ -> moe_token_dispatcher_type=alltoall"
         ),
         "moe_token_dispatcher_type=allgather and expert_tensor_parallel_size > {tensor_model_parallel_size}": (
             "allgather needs micro-batches of one width, and those of ranks that share an expert "
-            "(expert_tensor_parallel_size={expert_tensor_parallel_size}, more than tensor_model_parallel_size) differ; "
-            "set it to alltoall"
+            "(expert_tensor_parallel_size={expert_tensor_parallel_size}, more than tensor_model_parallel_size) "
+            "differ -> moe_token_dispatcher_type=alltoall"
         ),
         "moe_token_dispatcher_type=allgather and fp8_cfg.enabled": (
-            "allgather cannot pad the tokens of an expert, which products in FP8 need; set it to alltoall"
+            "allgather cannot pad the tokens of an expert, which products in FP8 need -> "
+            "moe_token_dispatcher_type=alltoall"
         ),
         "moe_token_dispatcher_type: moe_shared_expert_overlap requires moe_token_dispatcher_type=alltoall": (
-            "moe_shared_expert_overlap=true needs alltoall"
+            "moe_shared_expert_overlap=true needs alltoall -> moe_token_dispatcher_type=alltoall"
         ),
         "moe_router_load_balancing_type: moe_aux_loss_coeff > 0 excludes "
         "moe_router_load_balancing_type=[none, sinkhorn]": (
-            "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
+            "moe_aux_loss_coeff is for aux_loss types -> moe_router_load_balancing_type=aux_loss | moe_aux_loss_coeff=0"
         ),
         # FP8
         "fp8_cfg.fp8_param and fp8_cfg.enabled": (
-            "not supported yet: weights that are FP8 themselves; set it to false, which still multiplies in FP8"
+            "not supported yet: weights that are FP8 themselves (false still multiplies in FP8) -> "
+            "fp8_cfg.fp8_param=false"
         ),
         "fp8_cfg.fp8_recipe=delayed and fp8_cfg.enabled excludes recomputes_quantized": (
-            "delayed scales do not go with recomputing layernorm and moe_act; leave these out of recompute_modules, or "
-            "set tensorwise or blockwise"
+            "delayed scales do not go with recomputing layernorm and moe_act -> fp8_cfg.fp8_recipe=tensorwise | "
+            "fp8_cfg.fp8_recipe=blockwise"
         ),
     }
 
@@ -464,9 +478,10 @@ def switched_on(settings: MegatronConfig, conditions: dict[str, str]) -> Iterato
 
 def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Iterator[tuple[str, str]]:
     """(dotted key, what would work) for settings that the kind of devices rules out."""
-    reason, other = "runs on GPUs only, and cluster.gpus_per_node is 0", "cluster.gpus_per_node above 0"
+    reason, others = "runs on GPUs only, and cluster.gpus_per_node is 0", []
     if use_gpus:
-        reason, other = "needs Transformer Engine, and transformer_impl is local", "that to transformer_engine"
+        reason = "needs Transformer Engine, and transformer_impl is local"
+        others = [f"{settings.key('transformer_impl')}=transformer_engine"]
     for key, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE if use_gpus else NEEDS_GPUS):
         if not use_gpus or settings.transformer_impl == "local":
-            yield settings.key(key), f"{value} {reason}; set it to {neutral}, or {other}"
+            yield settings.key(key), f"{value} {reason}; {remedy(f'{settings.key(key)}={neutral}', *others)}"

@@ -103,9 +103,9 @@ def test_the_sft_term_is_averaged_when_the_preferences_are(average: bool):
 
 
 REFUSED = """
-preference_loss=robust -> dpo.label_smoothing ... e.g. 0.1
+preference_loss=robust -> set dpo.label_smoothing=0.1
 preference_loss=ipo & label_smoothing=0.1 -> dpo.label_smoothing ... preference_loss=sigmoid
-preference_loss=hinge & label_smoothing=0.1 -> dpo.label_smoothing ... set it to 0
+preference_loss=hinge & label_smoothing=0.1 -> set dpo.label_smoothing=0, or dpo.preference_loss=sigmoid
 label_smoothing=0.5 -> dpo.label_smoothing ... less than 0.5
 preference_loss_weight=0 -> dpo.preference_loss_weight ... nothing would be learned
 reference_policy_kl_penalty=0 -> dpo.reference_policy_kl_penalty ... nothing would be learned

@@ -212,7 +212,7 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
     found = {key.removeprefix(f"{KEY}."): text for key, text in device_problems(settings, use_gpus=False)}
     assert found.keys() == fixes.keys()
     for key, fix in fixes.items():
-        assert found[key].endswith(f"gpus_per_node is 0; set it to {fix}, or cluster.gpus_per_node above 0")
+        assert found[key].endswith(f"gpus_per_node is 0; set {KEY}.{key}={fix}")
     assert not dict(device_problems(settings, use_gpus=True))
     local = MegatronConfig(enabled=True, transformer_impl="local", apply_rope_fusion=True)
     [(key, text)] = device_problems(local, use_gpus=True)
