@@ -192,9 +192,11 @@ def violations(rules: Rules, section: BaseModel | dict[str, Any]) -> Iterator[tu
         if holds(when, section) and (verb is None or holds(other, section) == (verb == "excludes")):
             key = parts["key"] or _first_key(when)
             reason, _, ways = message.partition(" -> ")
-            if ways or ";" not in reason:
-                assert ways or verb is not None, f"the rule {rule!r} needs a remedy"
-                chosen = ways.split(" | ") if ways else _ways(when, verb, other, section)
+            chosen = ways.split(" | ") if ways else []
+            if not ways and ";" not in reason:
+                assert verb is not None, f"the rule {rule!r} needs a remedy"
+                chosen = _ways(when, verb, other, section)
+            if chosen:
                 message = f"{reason}; {remedy(*chosen, section='{section}')}"
             yield filled(key, section), filled(message, section)
 

@@ -27,8 +27,13 @@ MOVED = {
     "eval.pass_k_value": "k_value",
     "value_loss_fn.cliprange": "value_clip",
     "checkpointing.is_async": "async_save",
+    "dataset.data_files": "data_path",
+    **{
+        f"dataset.{key}": f"kwargs.{key}"
+        for key in ("verifiable_only", "require_valid", "text_key", "characters_per_sample")
+    },
 }
-"""Key -> its name today, in the same section."""
+"""Key -> its name today, in the same section or one below."""
 
 MOVED_OUT = {
     "model.megatron_cfg.scheduler.override_opt_param_scheduler": 2,
@@ -268,6 +273,9 @@ DIFFERENCES = {
 }
 """Condition -> (key, what differs from NeMo RL at equal keys): remarks about its files."""
 
+READ_SEVERAL_TIMES = {"AIME2024": 16, "AIME2025": 16}
+"""Dataset -> `repeat` of NeMo RL v0.6 and v0.7 where the file does not state it."""
+
 MULTIPLE_CHOICE = {
     "gpqa": "english_multichoice",
     "mmlu_pro": "english_multichoice",
@@ -405,6 +413,7 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
     "losses here are sums divided by global counts, as it says": _of_losses(
         _not_true, lambda value: value is not False
     ),
+    "the answer after the marks is what counts": _keys("dataset.extract_answer", neutral=one_of(True, None)),
     "completions always end where the context does": _keys(
         "generation.cap_max_tokens_to_context", f"{_VLLM}.cap_max_tokens_to_context"
     ),
@@ -438,9 +447,9 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
 }
 """Why a key has no effect -> keys."""
 
-SOUND_SETS = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
+SOUND_SETS = ("daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
 SOUND_SETS = (*SOUND_SETS, "intent-train", "intent-bench", "mmau")
-PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k")
+PICTURE_ENVIRONMENTS = ("clevr-cogent", "refcoco", "geometry3k", "mmpr-tiny")
 """Sections of `env` that are of type `vlm` where they do not say it."""
 
 FEATURES: dict[str, tuple[Foreign, ...]] = {
@@ -464,7 +473,7 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         *_keys("gold_loss", "xtoken_loss", "uncommon_topk", "ce_loss_scale", "alpha", "temperature", under="loss_fn"),
         *_keys("reverse_kl", "exact_token_match_only", "kl_loss_weight", "sum_weights_metric", under="loss_fn"),
         *_keys("loss_fn.normalize_teacher_by_vocab"),
-        *_keys("dataset.characters_per_sample", "dataset.data_files", "dataset.text_key"),
+        _without("dataset.processor", "kd_data_processor"),
     ),
     "engines of SGLang": (_without("generation.backend", "sglang"),),
     "engines of TensorRT-LLM and Dynamo": (_without("generation.backend", "trtllm", "dynamo"),),

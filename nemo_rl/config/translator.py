@@ -115,7 +115,7 @@ class Translator:
         values = self.tree.values
         for pattern, name in table.MOVED.items():
             for _, path in places(pattern, values):
-                self._move(path, (*path[:-1], name), f"{name} today")
+                self._move(path, (*path[:-1], *name.split(".")), f"{name} today")
         for pattern, levels in table.MOVED_OUT.items():
             for _, path in places(pattern, values):
                 new = (*path[: -1 - levels], path[-1])
@@ -297,6 +297,7 @@ class Translator:
         if dropped or self.remarks:
             self._saves()
             self._verifier()
+            self._repeats()
             for condition, (key, text) in table.DIFFERENCES.items():
                 if self._holds(condition, ()):
                     self.remark(tuple(key.split(".")), text)
@@ -349,6 +350,13 @@ class Translator:
         named = section.items() if isinstance(section, dict) else section if isinstance(section, BaseModel) else ()
         for name, entry in named:
             self.differences_of(entry, (*path, name))
+
+    def _repeats(self) -> None:
+        """Sets that some versions of NeMo RL read several times by default."""
+        for _, path in places("dataset.dataset_name", self.tree.values):
+            times = table.READ_SEVERAL_TIMES.get(str(self.tree.get(path)))
+            if times is not None and (*path[:-1], "repeat") not in self.tree.locations:
+                self.remark(path, f"is read once; NeMo RL v0.6 and v0.7 read it {times} times: repeat: {times}")
 
     def _saves(self) -> None:
         """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""

@@ -96,7 +96,7 @@ class TableConfig(StrictModel):
 
     rules: ClassVar = {  # names of NeMo RL that would fail only when the rows are read
         "dataset_name=NemoGymDataset": "belongs to NeMo-Gym; the dataset nemo_gym has its rows",
-        "dataset_name=[mmpr-tiny, daily-omni, audiomcq, avqa, general-conversation-jsonl]": "has sound; choose another",
+        "dataset_name=[daily-omni, audiomcq, avqa, general-conversation-jsonl]": "has sound; choose another",
         "processor=nemo_gym_data_processor": "belongs to NeMo-Gym; the dataset nemo_gym needs none",
     }
 
@@ -427,7 +427,7 @@ AnyExampleDataConfig = ExampleDataConfig | PreferenceDataConfig
 # -- Names of datasets and tasks. They follow from the configuration, before a row is read.
 
 # Values of `dataset_name` that read `data_path` and give no name of their own.
-READERS_OF_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
+READERS_OF_FILES = ("ResponseDataset", "openai_format", "arrow_text", "PreferenceDataset", "BinaryPreferenceDataset")
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 

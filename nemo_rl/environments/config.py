@@ -49,9 +49,11 @@ ENV_REGISTRY: dict[str, str] = {
 }
 """`type` of an environment -> its class; `registry.register_env` adds to it."""
 
-_SOUND = ("mmpr-tiny", "daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
+_SOUND = ("daily-omni", "audiomcq", "avqa", "general-conversation-jsonl")
 MISSING = {
-    **dict.fromkeys(("clevr-cogent", "refcoco", "geometry3k", *_SOUND), "use type: vlm with the rewards it needs"),
+    **dict.fromkeys(
+        ("clevr-cogent", "refcoco", "geometry3k", "mmpr-tiny", *_SOUND), "use type: vlm with the rewards it needs"
+    ),
     "nemo_gym": "use type: agent with run: nemo_rl.environments.agents.nemo_gym:play",
 }
 """Environments that NeMo RL has and this library has not -> the replacement."""

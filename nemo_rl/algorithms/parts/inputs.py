@@ -32,7 +32,7 @@ from nemo_rl.data.config import (
     TableConfig,
 )
 from nemo_rl.data.datasets.hub import HUB_PATHS
-from nemo_rl.data.datasets.registry import find_factory, known_datasets
+from nemo_rl.data.datasets.registry import find_factory, is_import_path, known_datasets
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.model_folder import is_hub_name, unmade_config
 from nemo_rl.data.rows.processors import find_processor
@@ -130,7 +130,7 @@ def _processor(section: StrictModel, name: str) -> None:
 
 def _dataset(section: TableConfig, name: str) -> Absent | None:
     find_factory(section)
-    return None if name in known_datasets() or ":" in name else _table(section, name)
+    return None if name in known_datasets() or is_import_path(name) else _table(section, name)
 
 
 def _table(section: TableConfig, path: str) -> Absent | None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from pydantic import Field
+
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label
 from nemo_rl.data.datasets.files import (
@@ -24,7 +26,7 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, as_tools, call_arguments, one_turn, without_none
+from nemo_rl.data.interfaces import LazyRows, Row, Rows, StreamedTable, as_tools, call_arguments, one_turn, without_none
 from nemo_rl.utils.task_formats import one_text
 
 # -- Conversations.
@@ -101,6 +103,58 @@ def tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
     if "function" not in call:
         return function
     return {**{key: value for key, value in call.items() if value is not None}, "function": function}
+
+
+class _TextOptions(StrictModel):
+    text_key: str = "text"
+    characters_per_sample: int | None = Field(default=None, ge=1)
+
+
+def load_texts(cfg: TableConfig) -> Rows | StreamedTable:
+    """Plain texts to learn from: each is the only message, of the assistant.
+
+    `kwargs` are {text_key: the column, "text" by default; characters_per_sample}: with the latter, rows are joined by
+    line breaks until a text has so many characters.
+
+    Raises:
+        ValueError: for a missing `data_path` or column, an empty table, or `characters_per_sample` of a streamed one.
+            FileNotFoundError: for a missing file.
+    """
+    if not isinstance(cfg, ExampleDatasetConfig):
+        raise ValueError(f"dataset {cfg.dataset_name!r} holds texts to learn from: it is for the section data of SFT")
+    options = options_of(cfg, _TextOptions)
+    require_used_keys(cfg, (), "kwargs.text_key names the column")
+    table = load_data_path(cfg)
+    require_columns(table, {"kwargs.text_key": options.text_key}, dataset_label(cfg))
+    if options.characters_per_sample is None:
+        return converted(table, lambda row: _said(column_text(row, options.text_key)))
+    if cfg.is_streamed:
+        raise ValueError(f"dataset {cfg.dataset_name!r}: characters_per_sample needs all rows: set streaming=false")
+    return JoinedTexts(table[options.text_key], options.characters_per_sample)
+
+
+def _said(text: str) -> Row:
+    return {"messages": [{"role": "assistant", "content": text}]}
+
+
+class JoinedTexts(LazyRows):
+    """Texts joined by line breaks, until each sample has `least` characters; the last one may have fewer."""
+
+    def __init__(self, texts: Sequence[str], least: int) -> None:
+        self.texts = texts
+        self._bounds, length = [0], 0
+        for number, text in enumerate(texts, start=1):
+            length += len(text)
+            if length >= least or number == len(texts):
+                self._bounds.append(number)
+                length = 0
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        begin, end = self._bounds[index], self._bounds[index + 1]
+        return _said("\n".join(self.texts[i] for i in range(begin, end)))
 
 
 def load_conversations(cfg: TableConfig) -> Rows | StreamedTable:

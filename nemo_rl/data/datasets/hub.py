@@ -6,6 +6,7 @@ letter of the right option as its answer. Conversations have `messages`; prefere
 """
 
 import gzip
+import io
 import json
 import re
 import subprocess
@@ -144,6 +145,39 @@ class HubProblems(HubTable):
         return converted(table, lambda row: {**convert(row), "messages": columns_row(row, **columns)["messages"]})
 
 
+class _NuminaOptions(StrictModel):
+    verifiable_only: bool = True
+    require_valid: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NuminaMath(HubProblems):
+    """NuminaMath 1.5: without rows whose answer nothing can verify, or whose problem or solution is not valid.
+
+    `kwargs` are {verifiable_only: true, require_valid: true}.
+    """
+
+    def table(self, cfg: TableConfig, columns: Sequence[str]) -> Any:
+        options = options_of(cfg, _NuminaOptions)
+        marks = ["question_type", "problem_is_valid", "solution_is_valid"]
+        table = super().table(cfg.model_copy(update={"kwargs": {}}), (*columns, *marks))
+        return table.filter(partial(_is_wanted, **dict(options)), input_columns=[self.output_key, *marks])
+
+
+def _is_wanted(
+    answer: Any,
+    question_type: str | None,
+    problem_is_valid: str | None,
+    solution_is_valid: str | None,
+    *,
+    verifiable_only: bool,
+    require_valid: bool,
+) -> bool:
+    has_answer = str(answer or "").strip() not in ("", "proof", "notfound") and question_type != "proof"
+    is_valid = problem_is_valid == solution_is_valid == "Yes"
+    return (has_answer or not verifiable_only) and (is_valid or not require_valid)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HubExamples(HubTable):
     """Conversations, questions about images, or preferences; of these, other sections get the preferred answer alone.
@@ -163,6 +197,33 @@ class HubExamples(HubTable):
         require_used_keys(cfg, (), "the dataset has columns of its own")
         convert = self.convert if in_pairs == self.preferences else partial(preferred_row, convert=self.convert)
         return converted(undecoded(self.table(cfg, self.columns), self.columns[0]), convert)
+
+
+class _PictureOptions(StrictModel):
+    pictures: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefCoco(HubTable):
+    """Descriptions of objects in pictures, and their boxes.
+
+    A row has its picture (lmms-lab/RefCOCO), or the name of a file in `kwargs.pictures`, by default `download_dir`: the
+    folder of COCO's `train2014` (jxu124/refcoco).
+    """
+
+    def load(self, cfg: TableConfig) -> Rows | StreamedTable:
+        require_used_keys(cfg, (), "the dataset has columns of its own")
+        folder = options_of(cfg, _PictureOptions).pictures or cfg.download_dir
+        table = self.table(cfg.model_copy(update={"kwargs": {}}), ())
+        if "image" in column_names(table):
+            return converted(undecoded(table, "image"), refcoco_row)
+        require_columns(table, {f"of {cfg.dataset_name}": "raw_anns"}, cfg.data_path or self.path)
+        if folder is None:
+            raise ValueError(
+                f"dataset {cfg.dataset_name!r} has the names of pictures of COCO 2014: name the folder that has its "
+                "train2014 with kwargs.pictures"
+            )
+        return converted(table, partial(named_picture_row, folder=Path(folder)))
 
 
 class _PackageOptions(StrictModel):
@@ -338,16 +399,46 @@ def geometry_row(row: Row) -> Row:
     return {"problem": with_images(row["problem"], row["images"]), "expected_answer": column_text(row, "answer")}
 
 
-def refcoco_row(row: Row) -> Row:
-    """RefCOCO has descriptions of an object and its box [left, top, width, height] in pixels.
+def mmpr_row(row: Row) -> Row:
+    """MMPR-Tiny marks the places of its images in the question with `<image>`."""
+    return {"problem": with_images(row["question"], row["images"]), "expected_answer": column_text(row, "answer")}
 
-    The expected answer is [left, top, right, bottom], for the reward `box_overlap`.
-    """
-    left, top, width, height = (float(number) for number in row["bbox"])
+
+def refcoco_row(row: Row) -> Row:
+    """RefCOCO with its pictures: descriptions of an object, and its box [left, top, width, height] in pixels."""
+    from PIL import Image
+
+    picture = row["image"]
+    data = picture["bytes"] if isinstance(picture, Mapping) else None
+    with Image.open(io.BytesIO(data) if data is not None else dict(picture)["path"]) as image:
+        size = image.size
     described = row["answer"][0] if isinstance(row["answer"], Sequence) and row["answer"] else row["answer"]
-    question = f"Where is this in the image: {described}? Answer with its box in pixels: [left, top, right, bottom]"
-    box = [left, top, left + width, top + height]
-    return {"problem": with_images(question, [row["image"]]), "expected_answer": json.dumps(box)}
+    return _located(str(described), row["bbox"], size, picture)
+
+
+def named_picture_row(row: Row, *, folder: Path) -> Row:
+    """RefCOCO with the names of its pictures, and COCO's records of picture and object as texts in JSON."""
+    picture, annotation = json.loads(row["raw_image_info"]), json.loads(row["raw_anns"])
+    name = Path(row["image_path"]).name
+    there = [path for path in (folder / name, folder / "train2014" / name) if path.is_file()]
+    if not there:
+        raise ValueError(f"has no picture: there is no {name} in {str(folder)!r} or its folder train2014")
+    return _located(row["captions"][0], annotation["bbox"], (picture["width"], picture["height"]), str(there[0]))
+
+
+def _located(described: str, box: Sequence[float], size: tuple[int, int], picture: Any) -> Row:
+    """The expected answer is [left, top, right, bottom] in thousandths, for `bbox_giou` and `box_overlap`."""
+    left, top, width, height = (float(number) for number in box)
+    across, down = (1000 / pixels for pixels in size)
+    corners = [left * across, top * down, (left + width) * across, (top + height) * down]
+    question = (
+        f"Where is this in the image: {described}? Answer with its box [left, top, right, bottom], in thousandths of "
+        "the image's width and height"
+    )
+    return {
+        "problem": with_images(question, [picture]),
+        "expected_answer": json.dumps([round(number) for number in corners]),
+    }
 
 
 def okvqa_row(row: Row) -> Row:
@@ -450,6 +541,7 @@ PROBLEMS: dict[str, HubProblems] = {
         path="BytedTsinghua-SIA/AIME-2024", input_key="prompt", output_key="reward_model", convert=dapo_row
     ),
     "OpenR1-Math-220k": HubProblems(path="open-r1/OpenR1-Math-220k", subsets=("default",), solution_key="solution"),
+    "NuminaMath-1.5": NuminaMath(path="AI-MO/NuminaMath-1.5", solution_key="solution"),
     "AIME2024": HubProblems(path="HuggingFaceH4/aime_2024", solution_key="solution"),
     "AIME2025": HubProblems(
         path="opencompass/AIME2025", subsets=("AIME2025-I", "AIME2025-II"), split="test", input_key="question"
@@ -458,7 +550,7 @@ PROBLEMS: dict[str, HubProblems] = {
     "MATH-500": HubProblems(path="HuggingFaceH4/MATH-500", split="test", solution_key="solution"),
 }
 
-HUB_SETS: dict[str, HubProblems | HubExamples] = {
+HUB_SETS: dict[str, HubProblems | HubExamples | RefCoco] = {
     **PROBLEMS,
     "GSM8K": PROBLEMS["gsm8k"],
     "squad": HubExamples(path="rajpurkar/squad", columns=("context", "question", "answers"), convert=squad_row),
@@ -484,9 +576,8 @@ HUB_SETS: dict[str, HubProblems | HubExamples] = {
         convert=clevr_row,
     ),
     "geometry3k": HubExamples(path="hiyouga/geometry3k", columns=("images", "problem", "answer"), convert=geometry_row),
-    "refcoco": HubExamples(
-        path="lmms-lab/RefCOCO", split="val", columns=("image", "answer", "bbox"), convert=refcoco_row
-    ),
+    "refcoco": RefCoco(path="jxu124/refcoco"),
+    "mmpr-tiny": HubExamples(path="OpenGVLab/MMPR-Tiny", columns=("images", "question", "answer"), convert=mmpr_row),
     "okvqa": HubExamples(
         path="lmms-lab/OK-VQA", split="val2014", columns=("image", "question", "answers"), convert=okvqa_row
     ),

@@ -1,6 +1,8 @@
 """Datasets by name: from a section of the configuration (`data.train.dataset_name`) to its rows."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from nemo_rl.utils.registry import import_object
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Dataset section (`TableConfig`) -> its rows; a `StreamedTable` if the section `is_streamed`."""
+
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # pkg.module.Class
 
 # Loaders are named by import path: a run imports only the module of its dataset.
 _PACKAGE = "nemo_rl.data.datasets"
@@ -33,6 +37,7 @@ DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     "ResponseDataset": _LOAD_FILE,
     "nemo_gym": f"{_PACKAGE}.files:load_gym_tasks",
     "openai_format": f"{_PACKAGE}.examples:load_conversations",
+    "arrow_text": f"{_PACKAGE}.examples:load_texts",
     "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
     "PreferenceDataset": _LOAD_PREFERENCES,
     "BinaryPreferenceDataset": _LOAD_PREFERENCES,
@@ -55,6 +60,11 @@ def register_dataset(name: str, factory: DatasetFactory) -> None:
     DATASET_REGISTRY[name] = factory
 
 
+def is_import_path(name: str) -> bool:
+    """Whether a name that is not registered names code: `pkg.module:function`, or a class by its dotted path."""
+    return ":" in name or (_CLASS.fullmatch(name) is not None and not is_local(name))
+
+
 def find_factory(cfg: TableConfig) -> DatasetFactory:
     """The function that loads this dataset.
 
@@ -68,6 +78,8 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         return factory
     if ":" in factory:
         return import_object(factory, "dataset_name")
+    if is_import_path(factory):
+        return partial(_rows_of_class, import_object(factory, "dataset_name"))
     if "/" in factory or is_local(factory):
         if cfg.data_path is not None:
             raise ValueError(
@@ -80,6 +92,22 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         f"unknown dataset {name!r}; {did_you_mean(factory, known)} A file (.jsonl, .csv, .parquet), a "
         "Hugging Face path (owner/name) and an import path (package.module:function) work too"
     )
+
+
+def _rows_of_class(made_by: Callable[..., Any], cfg: TableConfig) -> Rows:
+    """The rows of a dataset class of NeMo RL: it is called with the keys of its section, and has them as `dataset`.
+
+    It gets the keys that differ from their defaults, and `kwargs` as keywords of their own. Rows are set aside for
+    validation here, and the processor is the one of the section.
+    """
+    given = {**cfg.model_dump(exclude_defaults=True, exclude={"kwargs", "split_validation_size"}), **cfg.kwargs}
+    try:
+        return made_by(**given).dataset
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"dataset_name {cfg.dataset_name!r} is called with {', '.join(given)}, and what it makes has `dataset`: "
+            f"{error}"
+        ) from error
 
 
 def all_rows(cfg: TableConfig) -> Rows:

@@ -43,6 +43,7 @@ def test_a_configuration_without_mistakes_has_nothing_to_tell(model) -> None:
         (SFTMasterConfig, "data.train.dataset_name=arithmetics", "data.train.0.dataset_name: unknown dataset 'arithm"),
         (SFTMasterConfig, "data.train.dataset_name=rows.jsonl", "data.train.0.dataset_name: dataset file 'rows.jsonl'"),
         (SFTMasterConfig, "data.train.dataset_name=./rows", "dataset './rows' does not exist (looked in "),
+        (SFTMasterConfig, "data.train.dataset_name=lost.rows.Riddles", "dataset_name 'lost.rows.Riddles': no module"),
         (SFTMasterConfig, "+data.train.processor=sft_procesor", "did you mean sft_processor?"),
         (SFTMasterConfig, "+data.custom_dataloader=lost:load", "data.custom_dataloader: data loader 'lost:load': no m"),
         (DPOMasterConfig, "+data.val_data_paths.hard=h.jsonl", "data.val_data_paths.hard: dataset file 'h.jsonl' does"),
@@ -115,6 +116,11 @@ def test_a_module_that_lacks_a_package_is_told_and_not_refused(monkeypatch) -> N
     assert line.endswith("'my_rows_of_inputs:load' imports package_that_is_lost, which is not installed here")
 
 
+def never(**section: Any) -> None:
+    pytest.fail("rows are read")
+
+
 def test_no_rows_are_read(monkeypatch) -> None:
-    monkeypatch.setitem(registry.DATASET_REGISTRY, "never", lambda cfg: pytest.fail("rows are read"))
-    assert inputs(SFTMasterConfig, "data.train.dataset_name=never").lines() == []
+    monkeypatch.setitem(registry.DATASET_REGISTRY, "never", lambda cfg: never())
+    for name in ("never", f"{__name__}.never"):
+        assert inputs(SFTMasterConfig, f"data.train.dataset_name={name}").lines() == []

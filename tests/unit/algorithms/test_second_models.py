@@ -188,7 +188,7 @@ ppo & value.reward_model_cfg.enabled=false -> value.reward_model_cfg ... reward_
 ppo & value.max_total_sequence_length=100 -> value.max_total_sequence_length=100: 100 is less than policy
 ppo & value.sequence_packing={enabled: true, train_mb_tokens: 100}
     -> value.sequence_packing.train_mb_tokens ... too little for value.max_total_sequence_length=512
-ppo & value.nonfinite_action=skip -> value.nonfinite_action=skip: must equal policy.nonfinite_action; set value.nonfinite_action=stop
+ppo & value.nonfinite_action=skip -> value.nonfinite_action=skip: set value.nonfinite_action=stop
 ppo & loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
 ppo & ppo.skip_reference_policy_logprobs_calculation=true
     -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
@@ -201,7 +201,7 @@ two & distillation.task_to_teacher.sums=algebr -> no section teachers.algebr; di
 two & distillation.task_to_teacher.sums=algebra_2 -> teachers.algebra.model_name: teaches nothing
 two & distillation.topk_logits_k=null -> null with several teachers; set distillation.topk_logits_k=64
 one & distillation.topk_logits_k=null & loss_fn.zero_outside_topk=true -> nothing is outside
-one & policy.generation.top_p=0.9 -> policy.generation.top_p ... set policy.generation.top_p=1 and policy.generation.top_k=null
+one & policy.generation.top_p=0.9 -> set policy.generation.top_p=1 and policy.generation.top_k=null
 one & teacher.reward_model_cfg.enabled=true -> a teacher has the head of a language model
 two & teachers.algebra.dynamic_batching={enabled: true, logprob_mb_tokens: 100}
     -> teachers.algebra.dynamic_batching.logprob_mb_tokens ... logprob_mb_tokens=512

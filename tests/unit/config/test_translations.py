@@ -235,6 +235,11 @@ ROWS = """
     -> [{dataset_name: gsm8k, split_validation_size: 0.0}, {data_path: a, split: null}]
 {dataset_name: openai_format, train_data_path: a, val_data_path: b} & data.val_data_path=c & data.chat_key=d
     -> [{data_path: a, chat_key: d}, {data_path: c, chat_key: d}]
+{train: {dataset_name: arrow_text, data_files: a.jsonl, text_key: t, characters_per_sample: 9}}
+    & data.validation={data_path: b}
+    -> [{dataset_name: arrow_text, data_path: a.jsonl, kwargs: {text_key: t, characters_per_sample: 9}}, {data_path: b}]
+{train: {dataset_name: NuminaMath-1.5, verifiable_only: false, require_valid: true}, validation: {dataset_name: squad}}
+    -> [{dataset_name: NuminaMath-1.5, kwargs: {verifiable_only: false, require_valid: true}}, {dataset_name: squad}]
 {dataset_name: squad, seed: null} -> [{dataset_name: squad, seed: 42}, {dataset_name: squad}]
 {dataset_name: HelpSteer3, env_name: null}
     -> [{dataset_name: HelpSteer3}, {dataset_name: HelpSteer3, split: validation}]
@@ -426,6 +431,7 @@ sft: {val_period: 0} & policy: {model_name: Qwen/Qwen2.5-0.5B} & data: {train: {
 dpo: {reference_policy_kl_penalty: 0, sft_loss_weight: 1.0, val_period: 0} & policy: {model_name: m}
     & data: {train: {dataset_name: HelpSteer3}} -> the SFT term alone trains
 grpo: {} & loss_fn: {truncated_importance_sampling_type: seq-mask-tis} -> here the step is skipped
+grpo: {} & data: {train: {dataset_name: AIME2024, split_validation_size: 2}} -> data.train.dataset_name: is read once
 grpo: {reward_shaping: {enabled: true}} -> grpo.reward_shaping: the overlong penalty
 ppo: {reward_shaping: {enabled: true}} -> ppo.reward_shaping: the overlong penalty
 """

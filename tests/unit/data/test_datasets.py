@@ -1,3 +1,5 @@
+import io
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -6,12 +8,14 @@ from pathlib import Path
 import datasets
 import pyarrow
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
+from nemo_rl.data.chat.images import read_image
 from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
 from nemo_rl.data.interfaces import BAD_ROW, TaskDataSpec
-from nemo_rl.data.rows.processors import episode_processor
+from nemo_rl.data.rows.processors import episode_processor, math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.utils.tables import load_table
@@ -180,6 +184,81 @@ def test_a_local_copy_of_named_conversations(write):
     name = "Nemotron-Cascade-2-SFT-Math"
     (read,) = load_rows(dataset(dataset_name=name, data_path=write([{"messages": said}])))[0]
     assert read["messages"] == said
+
+
+def test_numina_math_is_what_can_be_verified(write):
+    good = {"question_type": "math-word-problem", "problem_is_valid": "Yes", "solution_is_valid": "Yes"}
+    rows = [
+        {"problem": "Q", "answer": "34", "solution": "30 + 4", **good},
+        {"problem": "unanswered", "answer": "notfound", "solution": "s", **good},
+        {"problem": "proven", "answer": "1", "solution": "s", **good, "question_type": "proof"},
+        {"problem": "invalid", "answer": "1", "solution": "s", **good, "solution_is_valid": "Incomplete"},
+    ]
+    for kwargs, problems in (
+        ({}, ["Q"]),
+        ({"verifiable_only": False}, ["Q", "unanswered", "proven"]),
+        ({"require_valid": False}, ["Q", "invalid"]),
+    ):
+        read, _ = load_rows(dataset(dataset_name="NuminaMath-1.5", data_path=write(rows), kwargs=kwargs))
+        assert [row["problem"] for row in read] == problems
+    assert read[0]["expected_answer"] == "34"
+
+
+def picture(width, height):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "png")
+    return file.getvalue()
+
+
+def test_boxes_of_refcoco_are_in_thousandths(tmp_path, write):
+    box, (width, height) = [20.0, 50.0, 40.0, 100.0], (200, 500)
+    (tmp_path / "coco" / "train2014").mkdir(parents=True)
+    (tmp_path / "coco" / "train2014" / "COCO_7.jpg").write_bytes(picture(width, height))
+    row = {
+        "captions": ["the cat", "a cat"],
+        "image_path": "coco/train2014/COCO_7.jpg",
+        "raw_anns": json.dumps({"bbox": box}),
+        "raw_image_info": json.dumps({"width": width, "height": height}),
+    }
+    named = dataset(dataset_name="refcoco", data_path=write([row]), kwargs={"pictures": str(tmp_path / "coco")})
+    whole = datasets.Features(
+        {"image": datasets.Image(), "answer": [datasets.Value("string")], "bbox": [datasets.Value("float64")]}
+    )
+    data = {"image": [{"bytes": picture(width, height), "path": None}], "answer": [["the cat"]], "bbox": [box]}
+    datasets.Dataset.from_dict(data, features=whole).to_parquet(str(tmp_path / "whole.parquet"))
+    for cfg in (named, dataset(dataset_name="refcoco", data_path=str(tmp_path / "whole.parquet"))):
+        [read] = load_rows(cfg)[0]
+        assert json.loads(read["expected_answer"]) == [100, 100, 300, 300]
+        part, asked = read["problem"]
+        assert "the cat" in asked["text"] and read_image(part["image"]).size == (width, height)
+    with pytest.raises(ValueError, match=r"name the folder that has its train2014 with kwargs\.pictures"):
+        load_rows(dataset(dataset_name="refcoco", data_path=write([row])))
+
+
+def test_mmpr_tiny_has_images_where_the_question_has_marks(write):
+    row = {"images": ["a.png", "b.png"], "question": "<image> or <image>?", "answer": "a"}
+    [read] = load_rows(dataset(dataset_name="mmpr-tiny", data_path=write([row])))[0]
+    assert [part["type"] for part in read["problem"]] == ["image", "text", "image", "text"]
+    assert read["expected_answer"] == "a"
+
+
+class Riddles:
+    """A dataset class as users of NeMo RL write it."""
+
+    def __init__(self, data_path, number=1, **section):
+        said = [user(f"{data_path}{number}"), assistant(section["dataset_name"].rpartition(".")[2])]
+        self.dataset = datasets.Dataset.from_list([{"messages": said, "task_name": "riddles"}] * 4)
+
+
+def test_a_class_by_its_dotted_path_is_called_with_the_section():
+    cfg = dataset(dataset_name=f"{__name__}.Riddles", data_path="p", kwargs={"number": 7}, split_validation_size=1)
+    train, held_out = load_rows(cfg)
+    assert (len(train), len(held_out)) == (3, 1)
+    assert train[0]["messages"] == [user("p7"), assistant("Riddles")]
+    datum = math_hf_data_processor(train[0], TaskDataSpec(task_name="riddles"), build_tiny_tokenizer(), 64, 0)
+    assert datum["extra_env_info"] == {"ground_truth": "Riddles"}
+    with pytest.raises(ValueError, match=r"is called with dataset_name, .* missing 1 required .* 'data_path'"):
+        load_rows(dataset(dataset_name=f"{__name__}.Riddles"))
 
 
 def test_every_prompt_file_of_ours_can_be_used():

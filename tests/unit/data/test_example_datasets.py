@@ -135,6 +135,14 @@ GENERATED = {"dataset_name": "arithmetic_preference", "data_path": None}
 OASST, BINARY = {"dataset_name": "open_assistant"}, [{"q": "1+1", "good": "2", "bad": "3", "margin": 2}]
 
 
+def test_plain_texts_are_said_by_the_assistant(write):
+    path = write([{"said": text} for text in ("one", "two", "three")])
+    texts = {"dataset_name": "arrow_text", "kwargs": {"text_key": "said"}}
+    assert [row["messages"] for row in rows_of(path, **texts)] == [[assistant(t)] for t in ("one", "two", "three")]
+    texts["kwargs"] = {"text_key": "said", "characters_per_sample": 6}
+    assert [row["messages"] for row in rows_of(path, **texts)] == [[assistant("one\ntwo")], [assistant("three")]]
+
+
 def test_keys_that_name_nothing_are_refused(write):
     for section, rows, keys, message in (
         (sft, [MATH], {"dataset_name": "OpenMathInstruct-2", "output_key": "a"}, r"no column 'a' \(output_key\)"),
