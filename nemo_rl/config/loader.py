@@ -204,7 +204,7 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     if isinstance(cause, CrossCheckError):
         found = []
         for key, message in cause.problems:
-            full = (*path, *key.split(".")) if key else path
+            full = _as_written((*path, *key.split(".")), tree.values) if key else path
             message = message.replace("{section}.", f"{dotted(path)}." if path else "")
             found.append(Problem(full, message.replace("{section}", dotted(path)), tree.location(full)))
         return found
@@ -219,6 +219,21 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     if message.startswith("must be") and not isinstance(value, dict | list):
         message += f" (got {as_yaml(value)})"
     return [Problem(path, message, location)]
+
+
+def _as_written(path: KeyPath, values: Any) -> KeyPath:
+    """The path of a key in the tree: a single item that stands for a list has no index there."""
+    found: list[str | int] = []
+    for part in path:
+        index = int(part) if isinstance(part, str) and part.isdigit() else part
+        if isinstance(values, dict) and isinstance(index, int) and part not in values:
+            continue
+        found.append(index if isinstance(values, list) else part)
+        try:
+            values = entry_of(values, found[-1])
+        except KeyError:
+            values = None
+    return tuple(found)
 
 
 def _alternatives_joined(problems: list[Problem]) -> list[Problem]:

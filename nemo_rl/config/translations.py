@@ -48,8 +48,17 @@ NULL_IS_THE_DEFAULT = (
     *("model.megatron_cfg.scheduler.lr_warmup_iters", "model.dtensor_cfg.env_vars", "model.dtensor_cfg.lora_cfg"),
     *("model.dynamic_batching", "model.sequence_packing", "generation.colocated", "generation.vllm_kwargs"),
     *("generation.vllm_cfg.env_vars", "ppo.policy_training_start_step", "dataset.seed", "grpo.async_grpo"),
+    *("loss_fn", "cluster", "data.default", "grpo.adv_estimator", "model.router_replay", "model.draft"),
+    *("loop.reward_shaping", "loop.reward_scaling", "loop.early_stopping", "generation.colocated.resources"),
+    *("logger.wandb", "logger.mlflow", "logger.swanlab", "logger.gpu_monitoring"),
 )
 """Keys that may be null in NeMo RL and not here."""
+
+NULL_IS_OFF = ("model.dtensor_cfg", "checkpointing")
+"""Sections that are on by default here: null switches them off."""
+
+TEXTS = ("model.dtensor_cfg.env_vars.*", "model.megatron_cfg.env_vars.*", "generation.vllm_cfg.env_vars.*")
+"""Values that are texts: a number becomes one."""
 
 OF_ONE_DATASET = (
     *("dataset_name", "data_path", "subset", "split", "split_validation_size", "seed", "download_dir", "input_key"),

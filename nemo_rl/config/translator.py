@@ -125,6 +125,17 @@ class Translator:
                 if self.tree.get(path) is None:
                     self.tree.delete(path)
                     self.remark(path, "null means the default")
+        for pattern in table.NULL_IS_OFF:
+            for _, path in places(pattern, values):
+                if self.tree.get(path) is None:
+                    self._put((*path, "enabled"), False)
+                    self.remark(path, "null means off")
+        for pattern in table.TEXTS:
+            for _, path in places(pattern, values):
+                number = self.tree.get(path)
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    self._put(path, str(number))
+                    self.remark(path, "a number is its text")
         loop = next((name for name in table.LOOPS if name in values), None)
         for _, path in places("model.megatron_cfg.scheduler.lr_decay_iters", values):
             if self.tree.get(path) is None and loop is not None:
@@ -255,6 +266,7 @@ class Translator:
             for section, path in places(pattern, values)
             if not self._holds(condition, section)
         ]
+        unbounded = [self._without_threshold(at, path) for at, path in places("loop.stop_at_validation_metric", values)]
         is_translated = bool(self.remarks)
         self._translate_values(table.VALUES, off)
         self._freezes(off)
@@ -290,6 +302,7 @@ class Translator:
                 self.remark(path, "asks for nothing at this value")
         lacking = [feature for feature in table.FEATURES if feature in asking]
         problems = [self._lacking(feature, asking[feature]) for feature in lacking]
+        problems += [problem for problem in unbounded if problem is not None]
         self.decided = [section for feature in lacking for section in table.DECIDES.get(feature, ())]
         if is_translated or asking or dropped:
             self._translate_values(table.VALUES_OF_THEIRS, off)
@@ -307,6 +320,15 @@ class Translator:
             while (path := path[:-1]) in self.tree and dotted(path) not in keys and self.tree.get(path) == {}:
                 self.tree.delete(path)
         return problems
+
+    def _without_threshold(self, section: KeyPath, path: KeyPath) -> Problem | None:
+        """The problem of a metric that would end the run at no value; the metric is taken out then."""
+        threshold = (*section, "stop_at_validation_threshold")
+        if self.tree.get(path) is None or (threshold in self.tree and self.tree.get(threshold) is not None):
+            return None
+        self.tree.put(path, None, self.place(path))
+        text = f"needs {dotted(threshold)}, the value at which the run ends; give it, or set {dotted(path)}=null"
+        return Problem(path, text, self.tree.location(path))
 
     def _translate_values(self, rules: Rules, off: list[KeyPath]) -> None:
         for rule, reason in rules.items():

@@ -78,7 +78,7 @@ grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: age
     -> grpo.reward_shaping.enabled ... each row of env.it has its own
 grpo.reward_shaping.enabled=true & data.default.env_name=it & +env.it={type: agent, run: 'json:loads'} -> fine
 grpo.batch_multiplier=1.01 & grpo.use_dynamic_sampling=true -> not a whole number
-data.default.env_name=mth -> data.train.0.env_name ... no section env.mth; did you mean math?
+data.default.env_name=mth -> data.train.env_name: no section env.mth; did you mean math?
 data.train={dataset_name: gsm8k, split_validation_size: 0.0}
     -> or set grpo.val_period=0 and checkpointing.metric_name=null
 data.train={split_validation_size: 0.0} & grpo.val_period=0 & checkpointing.metric_name=null

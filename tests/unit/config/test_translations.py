@@ -150,6 +150,12 @@ MEGATRON, optimizer: {lr: 1.0e-6, min_lr: 1.0e-6}}} -> {CFG.scheduler.lr_decay_s
 MEGATRON}} & checkpointing: {model_save_format: safetensors} -> {checkpointing.model_save_format: torch_save}
 cluster: {gpus_per_node: 2} & policy: {generation: {ENGINE: {tensor_parallel_size: 2, expert_parallel_size: 2}}}
     -> {policy.generation.ENGINE.tensor_parallel_size: 2}
+policy: {dtensor_cfg: null, megatron_cfg: {enabled: true, env_vars: {X: 1}}, optimizer: null, draft: null}
+    -> {policy.dtensor_cfg.enabled: false, CFG.env_vars: {X: "1"}, policy.draft.enabled: false}
+policy: {generation: {ENGINE: {env_vars: {X: 1.5}}, colocated: {resources: null}}} & checkpointing: null
+    -> {policy.generation.ENGINE.env_vars: {X: "1.5"}, checkpointing.enabled: false}
+logger: {wandb: null, gpu_monitoring: null} & grpo: {reward_shaping: null, adv_estimator: null} & loss_fn: null
+    -> {grpo.reward_shaping.enabled: false, loss_fn.ratio_clip_min: 0.2}
 grpo: {async_grpo: null} -> {grpo.async_grpo.enabled: false}
 policy: {scheduler: [{name: torch.optim.lr_scheduler.ConstantLR}, {milestones: []}]} -> {policy.max_grad_norm: 1.0}
 MEGATRON, optimizer: {params_dtype: bfloat16}}} -> {CFG.optimizer.params_dtype: float32}
@@ -348,6 +354,13 @@ def test_one_line_for_each_missing_feature(given: tuple[str, ...], features: str
     assert all(message.startswith("not supported yet: ") for message in messages)
     found = sorted(message.rpartition(" (")[2].rstrip(")") for message in messages)
     assert "; ".join(found) == features.replace("MAIN", "main after v0.7")
+
+
+def test_a_metric_that_ends_a_run_needs_its_value() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(GRPOMasterConfig, merged(MINIMAL, THEIRS, {"grpo": {"stop_at_validation_metric": "accuracy"}}))
+    [problem] = error.value.problems
+    assert "needs grpo.stop_at_validation_threshold" in problem.message
 
 
 OF_OTHERS = [
