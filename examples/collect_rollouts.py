@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.workers import fit_workers
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -26,6 +27,7 @@ def main() -> int:
         description="Play grpo.max_num_steps batches of the training prompts and record them; nothing is trained.",
         default_config=str(CONFIGS / "grpo_math_1B.yaml"),
         placement="nemo_rl.algorithms.parts.placement:describe_placement",
+        fit=fit_workers,
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.workers import fit_workers
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -44,6 +45,7 @@ def main() -> int:
         default_config=str(folder / "config.yaml" if is_checkpoint else CONFIGS / "grpo_math_1B.yaml"),
         argv=rest,
         placement="nemo_rl.algorithms.parts.placement:describe_placement",
+        fit=fit_workers,
         check=check_hardware,
     )
     with without_collections():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.workers import fit_workers
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -25,6 +26,7 @@ def main() -> int:
         default_config=str(CONFIGS / "distillation_math.yaml"),
         placement="nemo_rl.algorithms.parts.placement:describe_placement",
         plan="nemo_rl.algorithms.parts.placement:propose_layout",
+        fit=fit_workers,
         check=check_hardware,
     )
     # torch and Ray load here, after the configuration is known good

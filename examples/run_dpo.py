@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig
 from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.workers import fit_workers
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -24,6 +25,7 @@ def main() -> int:
         default_config=str(CONFIGS / "dpo.yaml"),
         placement="nemo_rl.algorithms.parts.placement:describe_supervised",
         plan="nemo_rl.algorithms.parts.placement:propose_layout",
+        fit=fit_workers,
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is good

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.workers import fit_workers
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.utils.registry import without_collections
@@ -24,6 +25,7 @@ def main() -> int:
         description="Evaluation: sample answers to problems, score them, report how many are right.",
         default_config=str(CONFIGS / "eval.yaml"),
         placement="nemo_rl.algorithms.parts.placement:describe_evaluation",
+        fit=fit_workers,
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is known good

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.parts.hardware import check_hardware
+from nemo_rl.algorithms.parts.workers import fit_workers
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.utils.registry import without_collections
 
@@ -26,6 +27,7 @@ def main(what: str = "GRPO on math problems", default_config: str = "grpo_math_1
         default_config=str(CONFIGS / default_config),
         placement="nemo_rl.algorithms.parts.placement:describe_placement",
         plan="nemo_rl.algorithms.parts.placement:propose_layout",
+        fit=fit_workers,
         check=check_hardware,
     )
     with without_collections():  # torch and Ray load here, after the configuration is known good

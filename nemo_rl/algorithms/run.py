@@ -150,6 +150,8 @@ class Run[ConfigT: RunConfig](Command):
         self._config, changes, info = saves.open(self._config, run_dir, self.stack)
         for change in changes:
             self.console.warn(change)
+        if (workers := self._config.workers_line) is not None:
+            self.console.info(workers)
         if (slow := slow_precision(self._config)) is not None:
             self.console.warn(slow)
         config, monitor = self._config, None

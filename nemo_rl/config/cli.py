@@ -79,13 +79,15 @@ def load_from_command_line[M: BaseModel](
     argv: Sequence[str] | None = None,
     placement: str,
     plan: str | None = None,
+    fit: Callable[[M], M] | None = None,
     check: Callable[[M], None] | None = None,
 ) -> M:
     """The configuration that the command line asks for.
 
     `placement` is the import path (`package.module:function`) of the function that describes what would run where; only
-    --dry-run loads it. `plan` is the import path of the function that proposes a layout for --plan. `check` may raise
-    ConfigError for what this machine cannot do; --dry-run and --plan leave it out. Exits with 0 after --help, --dry-run
+    --dry-run loads it. `plan` is the import path of the function that proposes a layout for --plan. `fit` fits to
+    this machine what the configuration leaves open. `check` may raise ConfigError for what this machine cannot do;
+    --dry-run and --plan leave it out. Exits with 0 after --help, --dry-run
     and --plan, with 2 and one message when the user has to change something.
     """
     if argv is None:
@@ -127,6 +129,8 @@ def load_from_command_line[M: BaseModel](
         file = _existing(arguments.config, default_config)
         with _remarks_shown() if arguments.remarks else nullcontext():
             config = load_config(model, file, rest)
+        if fit is not None:
+            config = fit(config)
         if arguments.dry_run:
             sys.stdout.write(visible(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n"))
             parser.exit(0)

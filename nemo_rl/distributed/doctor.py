@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.errors import RayLost, ResourceInsufficientError, WorkerError, first_line
-from nemo_rl.distributed.process_limit import process_limits
+from nemo_rl.distributed.limits import process_limits
 from nemo_rl.distributed.processor import BFLOAT16_FLAGS, lacks_bfloat16, processor_flags
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared

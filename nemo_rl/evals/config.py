@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from nemo_rl.algorithms.config.workers import ChoosesWorkers
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors, remedy
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
@@ -214,7 +215,7 @@ class EvalDataConfig(EvalDatasetConfig):
                 yield f"datasets.{index}.dataset_name", "name a dataset, e.g. math500, or a file"
 
 
-class EvalMasterConfig(StrictModel):
+class EvalMasterConfig(ChoosesWorkers):
     """A whole evaluation."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # for --help

@@ -87,6 +87,8 @@ def run_eval(config: EvalMasterConfig) -> int:
     with Command(num_steps=1, files=files, again=again, interruption=Interruption()) as command:
         inputs = prepare(config)
         command.keep_files_in(inputs.folder)
+        if (workers := config.workers_line) is not None:
+            command.console.info(workers)
         if (slow := slow_precision(config)) is not None:
             command.console.warn(slow)
         num_samples = config.eval.num_tests_per_prompt

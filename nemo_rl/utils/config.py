@@ -1,16 +1,16 @@
 """Configuration that every run has: its machines, logs and checkpoints."""
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from nemo_rl.config.rules import StrictModel, accepted_by
 from nemo_rl.utils.timer import parse_duration_s
 
 
 class MachinesConfig(StrictModel):
-    """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+    """Machines: how many nodes, and how many GPUs of each."""
 
     gpus_per_node: int = Field(default=1, ge=0)
     """GPUs used on each node; 0: everything runs on CPU."""
@@ -18,12 +18,13 @@ class MachinesConfig(StrictModel):
     num_nodes: int = Field(default=1, ge=1)
     """Number of nodes."""
 
-    cpu_workers_per_node: int = Field(default=1, ge=1)
-    """Training ranks on each node when `gpus_per_node` is 0."""
-
 
 class ClusterConfig(MachinesConfig):
     """Machines of the run."""
+
+    cpu_workers_per_node: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Workers on each node when `gpus_per_node` is 0. `auto`: one for each physical core of the machine that starts the
+    run, or as many as can share the batches and fit into its memory; a run that resumes keeps its checkpoint's."""
 
     worker_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
@@ -31,6 +32,19 @@ class ClusterConfig(MachinesConfig):
     grace_s: float = Field(8.0, ge=0)
     """Seconds from SIGTERM or Ctrl-C to the end: the step is finished and saved if that fits. `docker stop` waits 10
     seconds."""
+
+    _reason: str | None = PrivateAttr(None)
+
+    @property
+    def reason(self) -> str | None:
+        """Why there are so many CPU workers, if the number was chosen (`auto`); None: it was given, or is not used."""
+        return self._reason
+
+    def with_workers(self, number: int, reason: str | None) -> Self:
+        """These machines with `number` CPU workers on each node, chosen for `reason`."""
+        cluster = self.model_copy(update={"cpu_workers_per_node": number})
+        cluster._reason = reason
+        return cluster
 
     @property
     def use_gpus(self) -> bool:
@@ -49,7 +63,9 @@ class ClusterConfig(MachinesConfig):
     @property
     def workers_per_node(self) -> int:
         """Workers of one group on each node: one per GPU, or `cpu_workers_per_node`."""
-        return self.gpus_per_node if self.use_gpus else self.cpu_workers_per_node
+        number = self.cpu_workers_per_node
+        assert number != "auto", "a whole configuration has a number"
+        return self.gpus_per_node if self.use_gpus else number
 
     @property
     def num_workers(self) -> int:

@@ -27,6 +27,13 @@ class DistillationLossConfig(StrictModel):
     student is taken whole, and the teacher as having nothing elsewhere, so that the student's mass there costs."""
 
 
+class TeacherMachinesConfig(MachinesConfig):
+    """Machines of the teachers: how many nodes, and how many GPUs or CPU workers of each."""
+
+    cpu_workers_per_node: int = Field(default=1, ge=1)
+    """Workers on each node when `gpus_per_node` is 0."""
+
+
 class DistillationConfig(RolloutConfig):
     """Distillation: batch shape, the teacher's distributions, validation."""
 
@@ -55,7 +62,7 @@ class DistillationConfig(RolloutConfig):
     task_to_teacher: dict[str, str] = Field(default_factory=dict)
     """Which of `teachers` teaches which task: name of a training dataset -> name of a teacher."""
 
-    teacher_resources: MachinesConfig | None = None
+    teacher_resources: TeacherMachinesConfig | None = None
     """Machines of the teachers alone; null: they take turns with the student on its machines."""
 
 

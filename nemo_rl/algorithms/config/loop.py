@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field
 
+from nemo_rl.algorithms.config.workers import ChoosesWorkers
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import StrictModel, accepted_by, remedy, round_up, value_of, written
 from nemo_rl.models.policy.config import PolicyConfig
@@ -108,7 +109,7 @@ class LossConfig(StrictModel):
     }
 
 
-class RunConfig(StrictModel):
+class RunConfig(ChoosesWorkers):
     """The sections that every run has. `section` is the name of the algorithm's own."""
 
     # --help prints the docstrings of sections. Pydantic finds them by parsing source code, which is slow.
@@ -165,9 +166,11 @@ class RunConfig(StrictModel):
         """The configuration of a run that continues one of the configuration `saved`, and a line for each difference.
 
         The hyperparameters of an optimizer and its schedule are those of the checkpoint, unless the model's
-        `override_opt_param_scheduler` is true. A loss, and everything else that a step computes, is this run's.
+        `override_opt_param_scheduler` is true. So is a number of CPU workers that this run chose itself. A loss, and
+        everything else that a step computes, is this run's.
         """
-        own, lines = self.model_dump(), []
+        machines = self.with_workers_of(saved).cluster
+        own, lines = {**self.model_dump(), "cluster": machines.model_dump()}, []
         before, after = flatten_dict(saved), flatten_dict(own)
         for name in self.trained:
             prefixes = _hyperparameters(name, is_megatron=own[name]["megatron_cfg"]["enabled"])
@@ -185,7 +188,8 @@ class RunConfig(StrictModel):
         of_step = [f"{self.section}.{key}" for key in own[self.section] if key not in LoopConfig.model_fields]
         for changed, was, now in _changes(before, after, [*of_step, "loss_fn", "value_loss_fn"]):
             lines.append(f"{changed}: {now} applies; it was {was} before")
-        return type(self).model_validate(own), lines
+        config = type(self).model_validate(own)
+        return config.with_workers(machines.workers_per_node, machines.reason) if machines.reason else config, lines
 
     @property
     def training_cluster(self) -> ClusterConfig:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.rules import StrictModel
-from nemo_rl.distributed.process_limit import process_limits
+from nemo_rl.distributed.limits import process_limits
 from nemo_rl.distributed.processor import lacks_bfloat16, processor_flags
 from nemo_rl.distributed.ray_places import find_cluster
 from nemo_rl.environments.section_parts import DeviceConfig

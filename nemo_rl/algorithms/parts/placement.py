@@ -20,7 +20,7 @@ from nemo_rl.algorithms.parts.inputs import Inputs
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.model_folder import unmade_config
-from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.config import EvalGenerationConfig, EvalMasterConfig
 from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, token_budgets
 from nemo_rl.models.policy.dtensor.lora import adapted_model
@@ -38,8 +38,10 @@ from nemo_rl.models.policy.memory import (
     cache_tokens,
     describe_memory,
     gigabytes,
+    predict_engine,
     predict_memory,
     predict_training,
+    process_parts,
 )
 from nemo_rl.utils.config import ClusterConfig
 
@@ -69,7 +71,13 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
         first = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
         apart = ["", *_rank_lines(cfg.generation_cluster, engines, **first)]
     ranks = [*_rank_lines(training, columns), *apart]
-    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
+    start = [*_worker_lines(cfg), *_batch_lines(cfg)]
+    return "\n".join([*start, "", *_layout_lines(cfg), "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
+
+
+def _worker_lines(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
+    """The number of CPU workers, if it was chosen."""
+    return [] if cfg.workers_line is None else [cfg.workers_line, ""]
 
 
 def _warnings(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
@@ -94,9 +102,10 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
         "micro-batches": _micro_batches(policy, batch // num_ranks, what, cfg.sequences_per_row),
         "tokens per row": f"at most {cfg.examples.max_input_seq_length}; longer ones are left out and counted",
     }
+    start = [*_worker_lines(cfg), *_labelled("one step:", rows)]
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
     ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
-    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
+    return "\n".join([*start, "", *layout, "", *memory_lines(cfg), "", *ranks, *_warnings(cfg)])
 
 
 def describe_evaluation(cfg: EvalMasterConfig) -> str:
@@ -104,7 +113,8 @@ def describe_evaluation(cfg: EvalMasterConfig) -> str:
     cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
     metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
     greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
-    lines = [f"{metric} of {cfg.generation.model_name}, {samples} sample(s) of each prompt, {greedy}"]
+    lines = _worker_lines(cfg)
+    lines += [f"{metric} of {cfg.generation.model_name}, {samples} sample(s) of each prompt, {greedy}"]
     lines += ["", "datasets:"]
     for dataset in cfg.data.chosen:
         judge = cfg.environment_of(dataset)
@@ -336,18 +346,20 @@ def _optimizer(settings: MegatronConfig, sizes: MegatronSizes, *, has_experts: b
 # -- will it fit?
 
 
-def local_config(policy: PolicyConfig) -> PretrainedConfig | None:
-    """The model's configuration with `policy.hf_config_overrides`.
+def local_config(section: PolicyConfig | EvalGenerationConfig) -> PretrainedConfig | None:
+    """The configuration of a section's model, a policy's with its `hf_config_overrides` and as a reward model.
 
     The model is a directory, a GGUF file, a `tiny:` model, or one of the hub in the cache.
 
     None if it is not on this machine. ConfigError if it cannot be read.
     """
-    name = policy.model_name
-    as_trained = partial(scalar_config, policy=policy) if policy.reward_model_cfg.enabled else lambda config: config
+    name, overrides, as_trained = section.model_name, {}, lambda config: config
+    if isinstance(section, PolicyConfig):
+        overrides = section.hf_config_overrides
+        as_trained = partial(scalar_config, policy=section) if section.reward_model_cfg.enabled else as_trained
     try:
         if (unmade := unmade_config(name)) is not None:
-            return as_trained(type(unmade).from_dict({**unmade.to_dict(), **policy.hf_config_overrides}))
+            return as_trained(type(unmade).from_dict({**unmade.to_dict(), **overrides}))
         path = Path(name) / "config.json"
         if not path.is_file():
             try:
@@ -357,9 +369,10 @@ def local_config(policy: PolicyConfig) -> PretrainedConfig | None:
             if not isinstance(cached, str):
                 return None
             path = Path(cached)
-        return as_trained(AutoConfig.from_pretrained(path.parent, **policy.hf_config_overrides))
+        return as_trained(AutoConfig.from_pretrained(path.parent, **overrides))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError([Problem(("policy", "model_name"), f"config.json cannot be read: {error}")]) from error
+        key = tuple(section.key("model_name").split("."))
+        raise ConfigError([Problem(key, f"config.json cannot be read: {error}")]) from error
 
 
 def memory_lines(cfg: TrainingConfig) -> list[str]:
@@ -397,7 +410,12 @@ OTHERS_BYTES = 1.5e9  # of a run on a CPU beside models and engines: Ray, driver
 
 
 def _together(cfg: TrainingConfig, phases: Sequence[Phase]) -> str:
-    """The peaks of all processes of a machine without GPUs."""
+    total = _sum_of_peaks(cfg, phases)
+    return f"{'together':<23}{gigabytes(total):>9}, of which {gigabytes(OTHERS_BYTES)} for Ray, the driver and the like"
+
+
+def _sum_of_peaks(cfg: TrainingConfig, phases: Sequence[Phase]) -> float:
+    """The peaks of all processes of a machine without GPUs, together, in bytes."""
     number = {"": cfg.cluster.num_workers, "policy": cfg.training_cluster.num_workers}
     if isinstance(cfg, RolloutMasterConfig):
         number |= {further.key: further.cluster.num_workers for further in cfg.further_models}
@@ -405,8 +423,20 @@ def _together(cfg: TrainingConfig, phases: Sequence[Phase]) -> str:
     peaks: dict[str, float] = {}
     for phase in phases:
         peaks[phase.device] = max(peaks.get(phase.device, 0.0), phase.num_bytes)
-    total = sum(number[kind] * peak for kind, peak in peaks.items()) + OTHERS_BYTES
-    return f"{'together':<23}{gigabytes(total):>9}, of which {gigabytes(OTHERS_BYTES)} for Ray, the driver and the like"
+    return sum(number[kind] * peak for kind, peak in peaks.items()) + OTHERS_BYTES
+
+
+def memory_of_cpu_run(cfg: TrainingConfig | EvalMasterConfig) -> float | None:
+    """Bytes that a run on one machine without GPUs needs at most; None: not predicted, as in `memory_lines`."""
+    machine = Machine(is_gpu=False)
+    found = local_config(cfg.generation if isinstance(cfg, EvalMasterConfig) else cfg.policy)
+    if cfg.cluster.num_nodes > 1 or found is None or not ModelShape.is_known(found):
+        return None
+    model = ModelShape.of(found)
+    if not isinstance(cfg, EvalMasterConfig):
+        return _sum_of_peaks(cfg, phases_of(cfg, model, machine))
+    engine = [*process_parts(machine, "engine"), *predict_engine(cfg.generation, model, machine)]
+    return cfg.cluster.num_workers * sum(part.num_bytes for part in engine) + OTHERS_BYTES
 
 
 def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[Phase]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig, token_budgets
+from nemo_rl.models.policy.config import GenerationConfig, PolicyConfig, RolloutPolicyConfig, token_budgets
 from nemo_rl.models.policy.head.logit_tiles import GPU_TILE_BYTES, TILE_BYTES
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
@@ -270,7 +270,7 @@ def predict_training(
     phases = training_phases(policy, model, machine, num_ranks=num_ranks, sequences=sequences, is_trained=is_trained)
     if not is_trained:
         phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
-    others = [*_process(machine, "trained" if is_trained else "frozen"), *beside]
+    others = [*process_parts(machine, "trained" if is_trained else "frozen"), *beside]
     if uses_reference and not machine.is_gpu:
         weights = phases["logprobs"][0]
         kept = weights.num_bytes * BYTES[policy.precision] / _master_bytes(policy)
@@ -294,7 +294,7 @@ def predict_memory(
         num_colocated: further models that take turns on the training devices, asleep in these phases.
     """
     by_policy = policy.generation.is_by_policy
-    engine = _engine(policy, model, machine)
+    engine = predict_engine(policy.generation, model, machine)
     compute = BYTES[policy.precision]
     bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
     given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
@@ -320,12 +320,12 @@ def predict_memory(
         return phases
     weights, optimizer = phases[0].parts[:2]
     gathered = Part("gathered tensor", model.largest_parameter * compute, "a model with a smaller vocabulary")
-    refit = [*_process(machine), weights, *drafts, gathered, buffers]
+    refit = [*process_parts(machine), weights, *drafts, gathered, buffers]
     if not machine.is_gpu:
         return [
             *phases,
             Phase(name="weight sync", device=where, parts=(*refit, optimizer)),
-            Phase(name="generation", device="engine", parts=(*_process(machine, "engine"), *engine)),
+            Phase(name="generation", device="engine", parts=(*process_parts(machine, "engine"), *engine)),
         ]
     # The optimizer waits on the host, and weights while others draw.
     held, resident = (
@@ -337,7 +337,7 @@ def predict_memory(
         Phase(
             name="generation",
             device="" if colocated else "generation",
-            parts=(*_process(machine), *engine, *resident),
+            parts=(*process_parts(machine), *engine, *resident),
         ),
     ]
 
@@ -363,9 +363,9 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
     return Part("draft", in_training, key), Part("engine's draft", in_engine, key)
 
 
-def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> list[Part]:
+def predict_engine(generation: GenerationConfig, model: ModelShape, machine: Machine) -> list[Part]:
     """Parts of an engine while it samples, the weights first: of its device, or on a CPU of its processes."""
-    cfg = policy.generation.vllm_cfg
+    cfg = generation.vllm_cfg
     one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
     held = model.parameters * one / cfg.engine_size
     weights = Part("engine's weights", held, "raise policy.generation.vllm_cfg.tensor_parallel_size")
@@ -374,17 +374,17 @@ def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) ->
         memory = machine.memory if machine.memory is not None else 80e9
         cache, key = cfg.gpu_memory_utilization * memory - held, "gpu_memory_utilization"
     parts = [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")]
-    return parts if machine.is_gpu else [*parts, *_of_cpu_engine(policy, model, weights.key)]
+    return parts if machine.is_gpu else [*parts, *_of_cpu_engine(generation, model, weights.key)]
 
 
-def _of_cpu_engine(policy: RolloutPolicyConfig, model: ModelShape, key: str) -> list[Part]:
+def _of_cpu_engine(generation: GenerationConfig, model: ModelShape, key: str) -> list[Part]:
     """What an engine on a CPU has beside weights and cache, as its heap keeps it.
 
     Linear layers have their weights once as loaded and once packed for MKL, as has a head that is tied to the
     embedding. A weight sync packs anew, and the memory of the packed layers before stays in the heap; so does that of
     vLLM's first step, of as many tokens as there can be.
     """
-    cfg = policy.generation.vllm_cfg
+    cfg = generation.vllm_cfg
     one = BYTES.get(cfg.dtype, 2) / cfg.engine_size
     layers = model.num_layers * model.layer_parameters * one if cfg.dtype == "float32" else 0.0
     head = model.vocab_size * model.hidden * one
@@ -398,7 +398,8 @@ def _of_cpu_engine(policy: RolloutPolicyConfig, model: ModelShape, key: str) -> 
     return [*parts, Part("slack of the heap", HEAP_SHARE * held, "nothing lowers it")]
 
 
-def _process(machine: Machine, kind: str = "trained") -> list[Part]:
+def process_parts(machine: Machine, kind: str = "trained") -> list[Part]:
+    """What a process has beside models: the CUDA context, or the libraries of a `kind` of `LIBRARIES`."""
     if machine.is_gpu:
         return [Part("CUDA context", CONTEXT_BYTES, "nothing lowers it")]
     return [Part("libraries", LIBRARIES[kind], "nothing lowers it")]

@@ -22,7 +22,7 @@ from nemo_rl.algorithms.parts.saves import Saves
 from nemo_rl.algorithms.parts.server import http_server_token, write_address
 from nemo_rl.algorithms.run import Command, Run
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.distributed.process_limit import process_limits
+from nemo_rl.distributed.limits import process_limits
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from nemo_rl.utils.timer import TimeoutChecker
