@@ -37,10 +37,10 @@ class ClusterConfig(MachinesConfig):
 
     @property
     def reason(self) -> str | None:
-        """Why there are so many CPU workers, if the number was chosen (`auto`); None: it was given, or is not used."""
+        """Why there are so many CPU workers, if the number was chosen (`auto`); None: it was given, or GPUs count."""
         return self._reason
 
-    def with_workers(self, number: int, reason: str | None) -> Self:
+    def with_workers(self, number: int, reason: str) -> Self:
         """These machines with `number` CPU workers on each node, chosen for `reason`."""
         cluster = self.model_copy(update={"cpu_workers_per_node": number})
         cluster._reason = reason
@@ -63,9 +63,10 @@ class ClusterConfig(MachinesConfig):
     @property
     def workers_per_node(self) -> int:
         """Workers of one group on each node: one per GPU, or `cpu_workers_per_node`."""
-        number = self.cpu_workers_per_node
-        assert number != "auto", "a whole configuration has a number"
-        return self.gpus_per_node if self.use_gpus else number
+        if self.use_gpus:
+            return self.gpus_per_node
+        assert self.cpu_workers_per_node != "auto", "a whole configuration has a number"
+        return self.cpu_workers_per_node
 
     @property
     def num_workers(self) -> int:

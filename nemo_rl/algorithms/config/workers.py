@@ -20,21 +20,16 @@ class ChoosesWorkers(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         machines = self._machines
-        if machines.cpu_workers_per_node == "auto":
+        if machines.cpu_workers_per_node == "auto" and not machines.use_gpus:  # beside GPUs nobody asks for the number
             self.at(self._path)  # rules name keys by their places
-            self.__dict__["cluster"] = self._chosen_machines()
+            cores = physical_cores()
+            reason = "this machine has one physical core" if cores == 1 else f"one for each of {cores} physical cores"
+            self.__dict__["cluster"] = self.with_at_most(cores, reason)._machines
         return super()._check()
 
     @property
     def _machines(self) -> ClusterConfig:
         return value_of(self, "cluster")
-
-    def _chosen_machines(self) -> ClusterConfig:
-        if self._machines.use_gpus:
-            return self._machines.with_workers(1, None)
-        cores = physical_cores()
-        reason = "this machine has one physical core" if cores == 1 else f"one for each of {cores} physical cores"
-        return self.with_at_most(cores, reason)._machines
 
     def with_workers(self, number: int, reason: str) -> Self:
         """This configuration with `number` CPU workers on each node, chosen for a `reason` that the run tells."""
@@ -68,7 +63,7 @@ class ChoosesWorkers(StrictModel):
 
     @property
     def workers_line(self) -> str | None:
-        """What a person should know about the number of CPU workers; None if it was given, or is not used."""
+        """What a person should know about the number of CPU workers; None if it was given, or there are GPUs."""
         machines = self._machines
         if machines.reason is None:
             return None
