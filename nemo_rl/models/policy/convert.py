@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -147,7 +147,7 @@ def _model_of_run(config: Path, resolve: Callable[[str], str]) -> PretrainedConf
     if policy["is_reward_model"]:
         if type(model) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise ValueError(f"{config}: transformers has no reward model of type {model.model_type!r}")
-        kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model)]
+        kind = cast(type[PreTrainedModel], MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model)])
         model.architectures, model.num_labels = [kind.__name__], 1
     return model
 
