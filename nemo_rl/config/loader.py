@@ -162,15 +162,23 @@ def register_omegaconf_resolvers() -> None:
         OmegaConf.register_new_resolver(name, lambda a, b, function=function: function(a, b), replace=True)
 
 
+@cache
+def _can_be_parsed(text: str) -> bool:
+    """Whether OmegaConf understands the `${...}` of `text`."""
+    try:
+        OmegaConf.create({"entry": text})
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
 def resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
     """The values with every `${...}` replaced. An entry that cannot be resolved becomes null and a problem."""
     register_omegaconf_resolvers()
     texts = {path: entry for path, entry in walk(tree.values) if isinstance(entry, str)}
     texts = {path: text for path, text in texts.items() if "${" in text or text == "???"}
     for path, text in list(texts.items()):
-        try:
-            OmegaConf.create({"entry": text})
-        except OmegaConfBaseException:  # it cannot even be parsed: the others are resolved without it
+        if not _can_be_parsed(text):  # the others are resolved without it
             problems.append(Problem(path, f"not a valid interpolation: {text}", tree.location(path)))
             tree.get(path[:-1])[path[-1]] = None
             del texts[path]
