@@ -188,7 +188,7 @@ ppo & value.reward_model_cfg.enabled=false -> value.reward_model_cfg ... reward_
 ppo & value.max_total_sequence_length=100 -> value.max_total_sequence_length=100: 100 is less than policy
 ppo & value.sequence_packing={enabled: true, train_mb_tokens: 100}
     -> value.sequence_packing.train_mb_tokens ... too little for value.max_total_sequence_length=512
-ppo & value.nonfinite_action=skip -> value.nonfinite_action=skip: must equal policy.nonfinite_action; set value.nonfinite_action=stop
+ppo & value.nonfinite_action=skip -> must equal policy.nonfinite_action; set value.nonfinite_action=stop
 ppo & loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
 ppo & ppo.skip_reference_policy_logprobs_calculation=true
     -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
