@@ -601,7 +601,7 @@ def _get(ref: ray.ObjectRef, call: _Call) -> Any:
         cause = error.cause
         if not isinstance(cause, WorkerCallError):
             raise WorkerError(f"{worker} failed in {method}: {error}", **call.names) from None
-        text = f"{worker} failed in {method}: {cause}\n{cause.remote_traceback}".rstrip("\n")
+        text = "\n".join(filter(None, [f"{worker} failed in {method}: {cause}", cause.remote_traceback]))
         kind, remote = cause.exception_type, cause.remote_traceback
         raise WorkerError(text, **call.names, exception_type=kind, remote_traceback=remote) from None
     except ACTOR_DEATHS as error:
