@@ -104,7 +104,8 @@ def parse() -> argparse.Namespace:
 
 def model_directory(args: argparse.Namespace, folder: Path) -> str:
     """The model both sides load."""
-    from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
+    from nemo_rl.data.model_folder import resolve_model
+    from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model
 
     if args.model is not None:
         return args.model

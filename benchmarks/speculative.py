@@ -130,7 +130,7 @@ def main() -> None:
     if args.one is not None:
         print(json.dumps(asyncio.run(measure(args))))
         return
-    from nemo_rl.data.tiny_model import resolve_model
+    from nemo_rl.data.model_folder import resolve_model
 
     with tempfile.TemporaryDirectory() as folder:
         random_model = make_model(Path(folder), args.width)

@@ -250,3 +250,32 @@ def test_every_folder_of_modules_is_a_package():
     folders = {path.parent for path in [*sources(), *ROOT.glob("tests/**/*.py")]}
     problems = [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").is_file()]
     assert not problems, "add an empty `__init__.py`, so that files of equal name do not collide"
+
+
+def names_in(module: str) -> set[str]:
+    """The names that a module of ours defines or imports, in whatever block."""
+    base = ROOT.joinpath(*module.split("."))
+    found: set[str] = set()
+    for node in ast.walk(
+        parsed(base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py")
+    ):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def test_scripts_import_names_that_are_there():
+    """Many benchmarks run in no test, and import inside functions."""
+    problems = [
+        f"{where(path, node.lineno)}: {node.module} has no {alias.name}"
+        for path in [*scripts(), *ROOT.glob("tools/**/*.py")]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("nemo_rl.")
+        for alias in node.names
+        if not is_module(f"{node.module}.{alias.name}") and alias.name not in names_in(node.module)
+    ]
+    assert not problems, "\n  ".join(["Import from the module that has the name:", *problems])
