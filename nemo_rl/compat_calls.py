@@ -460,7 +460,7 @@ setup_grpo = grpo_train = _made_from_its_configuration("algorithms.grpo", "run_g
 setup_ppo = ppo_train = _made_from_its_configuration("algorithms.ppo", "run_ppo")
 setup_distillation = distillation_train = _made_from_its_configuration("algorithms.distillation", "run_distillation")
 setup_sft = sft_train = _made_from_its_configuration("algorithms.sft", "run_sft")
-setup_dpo = dpo_train = setup_preference_data = _made_from_its_configuration("algorithms.dpo", "run_dpo")
+setup_dpo = dpo_train = _made_from_its_configuration("algorithms.dpo", "run_dpo")
 setup_rm = rm_train = _made_from_its_configuration("algorithms.rm", "run_rm")
 setup_eval = run_env_eval = _made_from_its_configuration("evals.eval", "run_eval")
 _OTHERS = "\n\nOther algorithms have the same: ppo, distillation, sft, dpo and rm in place of {}, and evals.eval."

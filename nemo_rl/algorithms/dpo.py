@@ -42,7 +42,7 @@ ReferenceSums = dict[str, tuple[float, float]]
 def run_dpo(config: DPOMasterConfig, loss_fn: LossFunction | None = None) -> int:
     """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own (docs/adding-a-loss.md)."""
     with Run(config) as run:
-        loss_fn = chosen_loss(loss_fn, config.loss_fn, DPOLoss(config.dpo), config.loss_section)
+        loss_fn = chosen_loss(loss_fn, config.loss_fn, config.dpo)
         model, rows, saves = prepare_rows(config)
         run.start(saves)
         is_ahead = config.dpo.precompute_reference_logprobs

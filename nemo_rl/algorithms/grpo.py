@@ -37,7 +37,7 @@ from nemo_rl.types import LossFunction, TrainResult
 def run_grpo(config: GRPOMasterConfig, loss_fn: LossFunction | None = None) -> int:
     """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own (docs/adding-a-loss.md)."""
     with Run(config) as run:
-        loss_fn = chosen_loss(loss_fn, config.loss_fn, ClippedPGLoss(config.loss_fn), config.loss_section)
+        loss_fn = chosen_loss(loss_fn, config.loss_fn)
         rollouts = Rollouts.prepare(config)  # model, prompts, environments: checked, and nothing has started
         run.start(rollouts.saves)  # log folder, checkpoints, report, Ray
         parts = rollouts.start(run, RolloutDevices.start(run))  # policy, engines, environments

@@ -42,7 +42,7 @@ from nemo_rl.types import BatchPlan, LossFunction, TrainResult
 def run_ppo(config: PPOMasterConfig, loss_fn: LossFunction | None = None) -> int:
     """Train; returns the exit status (see `Command`). `loss_fn`: a loss of your own for the policy."""
     with Run(config) as run:
-        loss_fn = chosen_loss(loss_fn, config.loss_fn, ClippedPGLoss(config.loss_fn), config.loss_section)
+        loss_fn = chosen_loss(loss_fn, config.loss_fn)
         rollouts, value_model = prepare_ppo(config)
         run.start(rollouts.saves)
         devices = RolloutDevices.start(run)

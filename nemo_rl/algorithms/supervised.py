@@ -46,11 +46,11 @@ def run_rm(config: RMMasterConfig, loss_fn: LossFunction | None = None) -> int:
 
 def _run(config: SupervisedMasterConfig, given: LossFunction | None, usual: LossFunction, task: HeadTask) -> int:
     with Run(config) as run:
-        loss_fn = chosen_loss(given, config.loss_fn, usual, config.loss_section)
+        own = chosen_loss(given, config.loss_fn, config.loss_section)
         model, rows, saves = prepare_rows(config)
         run.start(saves)
         parts = start_rows(run, model, rows, rows.start_tokenizers(run))
-        run.train(SupervisedTrainer(run.config, run.tools, parts, loss_fn, task))
+        run.train(SupervisedTrainer(run.config, run.tools, parts, usual if own is None else own, task))
     return run.status
 
 

@@ -212,7 +212,7 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     if isinstance(cause, CrossCheckError):
         found = []
         for key, message in cause.problems:
-            full = _as_written((*path, *key.split(".")), tree.values) if key else path
+            full = _path_as_written((*path, *key.split(".")), tree.values) if key else path
             message = message.replace("{section}.", f"{dotted(path)}." if path else "")
             found.append(Problem(full, message.replace("{section}", dotted(path)), tree.location(full)))
         return found
@@ -229,7 +229,7 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     return [Problem(path, message, location)]
 
 
-def _as_written(path: KeyPath, values: Any) -> KeyPath:
+def _path_as_written(path: KeyPath, values: Any) -> KeyPath:
     """The path of a key in the tree: a single item that stands for a list has no index there."""
     found: list[str | int] = []
     for part in path:

@@ -307,15 +307,6 @@ class GRPOMasterConfig(RolloutMasterConfig):
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
 
     @property
-    def loss_section(self) -> ClippedPGLossConfig:
-        """The settings of the loss."""
-        return self.loss_fn
-
-    @property
-    def has_own_loss(self) -> bool:
-        return self.loss_fn.type is not None
-
-    @property
     def train_metrics(self) -> frozenset[str]:
         names = self.rollout_metrics | metric_names.GROUP_ADVANTAGES
         if not self.has_own_loss:

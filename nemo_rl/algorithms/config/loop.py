@@ -159,8 +159,9 @@ class RunConfig(ChoosesWorkers):
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether a loss of the user's trains, with metrics that only the run knows."""
-        return False
+        """Whether the configuration names a loss of the user's, with metrics that only the run knows."""
+        loss = dict(self).get("loss_fn")  # not every algorithm lets one replace its loss
+        return isinstance(loss, LossConfig) and loss.type is not None
 
     def continuing(self, saved: Mapping[str, Any]) -> tuple[Self, list[str]]:
         """The configuration of a run that continues one of the configuration `saved`, and a line for each difference.

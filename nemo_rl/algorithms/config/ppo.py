@@ -120,15 +120,6 @@ class PPOMasterConfig(RolloutMasterConfig):
     value: ValueConfig
 
     @property
-    def loss_section(self) -> ClippedPGLossConfig:
-        """The settings of the loss."""
-        return self.loss_fn
-
-    @property
-    def has_own_loss(self) -> bool:
-        return self.loss_fn.type is not None
-
-    @property
     def train_metrics(self) -> frozenset[str]:
         value = metric_names.UPDATE | metric_names.MOE | metric_names.VALUE
         names = self.rollout_metrics | {f"value/{name}" for name in value}

@@ -69,10 +69,6 @@ class SupervisedMasterConfig(RunConfig):
         return self.loop if isinstance(self.loop, DPOLossConfig | RewardModelLossConfig) else self.loss_fn
 
     @property
-    def has_own_loss(self) -> bool:
-        return self.loss_fn.type is not None
-
-    @property
     def reported_by_loss(self) -> frozenset[str]:
         """Names that the loss reports, as far as they are known."""
         return frozenset() if self.has_own_loss else self.loss_metrics

@@ -10,13 +10,15 @@ from nemo_rl.utils.registry import import_object
 _OF_NEMO_RL = "next_token_logprobs"  # a loss with this argument has NeMo RL's form
 
 
-def chosen_loss(given: LossFunction | None, cfg: LossConfig, usual: LossFunction, section: Any) -> LossFunction:
-    """The argument of a run, or the loss that `cfg` names, or the `usual` one, which is made with `section`.
+def chosen_loss(given: LossFunction | None, cfg: LossConfig, section: Any = None) -> LossFunction | None:
+    """The argument of a run, or the loss that `cfg` names; None: the loss of the algorithm.
+
+    `section`: the settings of that loss, where they are not in `cfg`.
 
     Raises ValueError, with the key, for a loss that cannot be made or called.
     """
     if given is None:
-        return usual if cfg.type is None else make_loss(cfg, section)
+        return None if cfg.type is None else make_loss(cfg, cfg if section is None else section)
     if cfg.type is not None:
         raise ValueError(f"loss_fn.type={cfg.type}: the run has a loss as its argument, too; leave one of them out")
     return _checked(given, "the argument loss_fn", cfg.inputs_type)

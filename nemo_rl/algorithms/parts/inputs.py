@@ -113,7 +113,7 @@ def _loss(config: GRPOMasterConfig | PPOMasterConfig | SupervisedMasterConfig, c
     if cfg.type is not None:
         from nemo_rl.algorithms.losses.own import make_loss
 
-        make_loss(cfg, config.loss_section)
+        make_loss(cfg, config.loss_section if isinstance(config, SupervisedMasterConfig) else cfg)
 
 
 def _import(_: StrictModel, path: str, *, what: str) -> None:

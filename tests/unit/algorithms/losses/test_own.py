@@ -9,7 +9,6 @@ import pytest
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl.algorithms.config.loop import LossConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
-from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.own import chosen_loss, make_loss
 from nemo_rl.algorithms.parts.inputs import Inputs
 from nemo_rl.config.errors import ConfigError
@@ -58,14 +57,13 @@ def test_a_class_that_is_no_loss_is_told_before_the_run(name: str, kwargs: dict[
 
 
 def test_an_argument_comes_in_place_of_the_algorithms_loss_and_not_beside_a_key() -> None:
-    usual, cfg = ClippedPGLoss(ClippedPGLossConfig()), ClippedPGLossConfig()
-    own = own_losses.Focal()
-    assert chosen_loss(None, cfg, usual, cfg) is usual and chosen_loss(own, cfg, usual, cfg) is own
-    assert isinstance(chosen_loss(own_losses.OfNemoRL(), cfg, usual, cfg), LossByName)
+    cfg, own = ClippedPGLossConfig(), own_losses.Focal()
+    assert chosen_loss(None, cfg) is None and chosen_loss(own, cfg) is own
+    assert isinstance(chosen_loss(own_losses.OfNemoRL(), cfg), LossByName)
     with pytest.raises(ValueError, match="the argument loss_fn has no inputs_type"):
-        chosen_loss(own_losses.WithoutInputs(), cfg, usual, cfg)
+        chosen_loss(own_losses.WithoutInputs(), cfg)
     with pytest.raises(ValueError, match="leave one of them out"):
-        chosen_loss(own, ClippedPGLossConfig(type="a:B"), usual, cfg)
+        chosen_loss(own, ClippedPGLossConfig(type="a:B"))
 
 
 @pytest.mark.parametrize(
