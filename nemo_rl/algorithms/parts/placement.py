@@ -190,11 +190,11 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     if cfg.rollout.replay_from is not None:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
     elif not (cluster.use_gpus or generation.is_by_policy or "enable_prefix_caching" in generation.vllm_kwargs):
-        times = cfg.rollout.num_generations_per_prompt
-        model = local_config(cfg.policy)
-        is_shared = generation.shares_prompts_on_cpu and model is not None and can_share_prompts(model)
-        how = f"once for its {times} samples" if is_shared else f"{times} times, once for each of its samples"
-        rows["prompts"] = f"an engine computes a prompt {how}"
+        times, found = cfg.rollout.num_generations_per_prompt, local_config(cfg.policy)
+        if found is not None:
+            is_shared = generation.shares_prompts_on_cpu and can_share_prompts(found)
+            how = f"once for its {times} samples" if is_shared else f"{times} times, once for each of its samples"
+            rows["prompts"] = f"an engine computes a prompt {how}"
     for model in cfg.further_models:
         sizes = training_sizes(model.config, model.cluster.num_workers)
         where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing
