@@ -42,14 +42,15 @@ _THREADS = {
 # make products of large weights a fifth faster, as most of their time is reading, and the processor finds the addresses
 # of few pages at once. Other C libraries ignore the variable.
 _TUNABLES = ("cpu.x86_non_temporal_threshold=524288", "malloc.arena_max=1")
-_TUNABLES += (f"malloc.mmap_threshold={2**30}", f"malloc.trim_threshold={2**32}", "malloc.hugetlb=1")
+_TUNABLES += (f"malloc.mmap_threshold={2**30}", f"malloc.trim_threshold={2**32}")
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
 # Libraries print notes on CUDA and NUMA in every process, which mean nothing on a CPU machine.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 
 HOST_ENVIRONMENT = {
     **_THREADS,
     **_QUIET,
-    "GLIBC_TUNABLES": ":".join(f"glibc.{tunable}" for tunable in _TUNABLES),
+    "GLIBC_TUNABLES": ":".join([*(f"glibc.{tunable}" for tunable in _TUNABLES), HUGE_PAGES]),
 }
 """The environment of workers that compute on the host and copy weights in its memory."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.collectives import own_address, release_port
+from nemo_rl.distributed.worker_template import HUGE_PAGES
 from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm import plugins
@@ -70,6 +71,9 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
         torch._dynamo.config.disable = True
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
+        # An engine would keep 15% more memory in huge pages: parts of its heap are never written.
+        tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
+        os.environ["GLIBC_TUNABLES"] = ":".join(tunable for tunable in tunables if tunable != HUGE_PAGES)
         # An engine of one rank computes in its process, as on a GPU: on a CPU vLLM would give the rank a further one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cfg.engine_size == 1 else "1"
     elif cfg.dtype == "float32":
