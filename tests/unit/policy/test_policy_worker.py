@@ -48,7 +48,7 @@ def test_ranks_decide_together_when_gradients_are_reduced(qwen: Path) -> None:
         count = sum(parameter.numel() for parameter in trainable(steps.make_worker(qwen, config).stages))
         memory = WHOLE_GRADIENT_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         worker = steps.make_worker(qwen, config, workers_per_node=int(memory / (4 * count)))
-        return worker.runner.defer_reduction
+        return worker.runner.keeps_whole
 
     assert run_world(deferred, 2) == [False, False]
 

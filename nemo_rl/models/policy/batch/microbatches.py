@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Real
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.distributed.errors import UserCodeError
@@ -163,28 +166,31 @@ class MicroBatchRunner(Protocol):
 class SequentialRunner:
     """Passes every micro-batch through the whole model before the next. Never waits for the device.
 
-    `defer_reduction`: gradients stay whole on every rank until the last micro-batch, instead of being reduced to shards
-    after each. This takes less traffic and more memory.
+    `keeps_whole`: weights stay gathered and gradients stay whole on every rank until the last micro-batch, instead of
+    being gathered and reduced to shards for each. This takes less traffic and more memory.
     """
 
     model: LogprobModel
     device: torch.device
-    defer_reduction: bool
+    keeps_whole: bool
     clear_cache_every: int | None
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
-        with torch.no_grad():
+        is_kept = self.keeps_whole and len(batches) > 1
+        with torch.no_grad(), kept_gathered([self.model]) if is_kept else nullcontext():
             for batch in self._prefetched(batches):
                 yield self.model(batch, task)
 
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
-        for number, batch in enumerate(self._prefetched(batches)):
-            is_last = number == len(batches) - 1
-            if self.defer_reduction:
-                self.model.set_requires_gradient_sync(is_last)
-            else:  # reduce to shards after every micro-batch, but between copies of the model (HSDP) once
-                self.model.set_requires_all_reduce(is_last)
-            loss(number, self.model(batch, task)).backward()
+        with kept_gathered([self.model]) if self.keeps_whole else nullcontext():
+            for number, batch in enumerate(self._prefetched(batches)):
+                is_last = number == len(batches) - 1
+                if self.keeps_whole:
+                    self.model.set_requires_gradient_sync(is_last)
+                    self.model.set_reshard_after_backward(is_last)
+                else:  # reduce to shards after every micro-batch, but between copies of the model (HSDP) once
+                    self.model.set_requires_all_reduce(is_last)
+                loss(number, self.model(batch, task)).backward()
 
     def _prefetched(self, batches: Sequence[ModelBatch]) -> Iterator[ModelBatch]:
         """Batches on the device. The next one is copied while the model computes on the current one."""
@@ -194,6 +200,21 @@ class SequentialRunner:
             ahead.extend(islice(moved, 1))
             yield ahead.popleft()
             clear_cache(number, self.clear_cache_every)
+
+
+@contextmanager
+def kept_gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep the parameters that FSDP gathers until the block ends; the roots' own stay gathered anyway."""
+    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+    modules = [module for module in modules if module not in roots]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 def clear_cache(number: int, every: int | None) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, clear_cache, scored_by_last_stage
+from nemo_rl.models.policy.batch.microbatches import (
+    MicroBatchLoss,
+    clear_cache,
+    kept_gathered,
+    scored_by_last_stage,
+)
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor import lora
@@ -394,17 +397,3 @@ class PipelineRunner:
         per_round = self.size * len(self.stages)
         number = unit // per_round * self.size + unit % self.size
         return (number, self.stages[unit % per_round // self.size]) if unit >= 0 and number < count else None
-
-
-@contextmanager
-def kept_gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep the parameters that FSDP gathers until the block ends; the roots' own stay gathered anyway."""
-    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
-    modules = [module for module in modules if module not in roots]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(True, recurse=False)

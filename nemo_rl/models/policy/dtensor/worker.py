@@ -86,11 +86,11 @@ class DTensorPolicyWorker(PolicyWorker):
         return SequentialRunner(
             self.stages[0],
             self.device,
-            defer_reduction=self._defers_reduction(),
+            keeps_whole=self._keeps_whole(),
             clear_cache_every=settings.clear_cache_every_n_steps,
         )
 
-    def _defers_reduction(self) -> bool:
+    def _keeps_whole(self) -> bool:
         """See `defer_fsdp_grad_sync`. Collective: ranks may have shards and memories of different sizes."""
         wanted = self.config.dtensor_cfg.defer_fsdp_grad_sync
         if wanted is not None:
