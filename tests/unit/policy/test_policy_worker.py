@@ -53,6 +53,26 @@ def test_ranks_decide_together_when_gradients_are_reduced(qwen: Path) -> None:
     assert run_world(deferred, 2) == [False, False]
 
 
+def test_a_step_gathers_weights_once_where_gradients_stay_whole(qwen: Path) -> None:
+    """Logprobs and two optimizer steps gather two layers and the rest; the first step finds the rest gathered."""
+
+    def gathers(rank: int, world: int) -> list[int]:
+        counts = []
+        for is_deferred in (True, False):
+            config = steps.policy_config(dtensor_cfg=DTensorConfig(defer_fsdp_grad_sync=is_deferred))
+            worker = steps.make_worker(qwen, config, init_reference_model=False)
+            steps.load_step(worker)
+            with torch.profiler.profile() as profile:
+                worker.compute(Logprobs(), "prev_logprobs")
+                worker.train(
+                    ClippedPGLoss(steps.LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs()
+                )
+            counts.append(sum(event.name == "c10d::_allgather_base_" for event in profile.events()))
+        return counts
+
+    assert run_world(gathers, 2)[0] == [3 * 3 - 1, 16]
+
+
 def test_small_weights_travel_together_and_adam_moves_them_together(qwen: Path) -> None:
     """What is gathered is what each rank's rows are at that time, and the optimizer step that of each parameter."""
 
