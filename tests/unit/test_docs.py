@@ -25,6 +25,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.composite import CompositeEnvironment
 from nemo_rl.environments.config import EnvironmentConfig, RewardModelEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
 from tests.conversations import answered
@@ -148,6 +149,29 @@ def test_a_command_runs_with_this_configuration(page: str, words: list[str], tmp
     elif script == "preview_data":
         assert given is not None
         load_run_config(ROOT / given, overrides)
+
+
+README = PAGES["README.md"]
+[TRAINS] = [rows for header, rows in tables(README) if header == "what"]
+
+
+@pytest.mark.parametrize("row", TRAINS, ids=[row[0] for row in TRAINS])
+def test_a_line_of_the_readme_names_a_script_and_its_configurations(row: list[str]):
+    _, script, *names, _ = row
+    name = code(script)[0].removesuffix(".py").replace("vlm_", "")
+    for file in [found for cell in names for found in code(cell)]:
+        master = EvalMasterConfig if name == "run_eval" else SCRIPTS[name]
+        load_config(master, CONFIGS / file, [])
+
+
+def test_the_program_of_the_readme_trains_with_its_configuration(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    [program] = [block for block in blocks(README, "python") if "run_grpo" in block]
+    before, call = program.split("status = run_grpo(config)")
+    names: dict[str, Any] = {}
+    exec(before, names)
+    assert call.startswith("  #")
+    assert isinstance(names["config"], GRPOMasterConfig) and names["config"].grpo.max_num_steps == 20
 
 
 GUIDES_WITH_YAML = ("agents", "environments", "eval", "megatron", "multi-turn", "training-backends")
