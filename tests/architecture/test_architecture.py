@@ -164,7 +164,7 @@ def is_ray_in_pure_code(path: Path, module: str) -> bool:
 
 
 IMPORT_RULES = {
-    goes_up: "Imports go down only (docs/overview.md, package levels). Pass the object in, or move the code down:",
+    goes_up: "Imports go down only (docs/reading.md, package levels). Pass the object in, or move the code down:",
     is_engine_elsewhere: "An engine is imported only inside its worker and loader files; go through the interface:",
     is_service_at_the_top: "Import it inside the function that runs when it is switched on:",
     is_heavy_for_configuration: "`--help` reads this file; import under TYPE_CHECKING or move the code:",
