@@ -1,33 +1,46 @@
 """The documents name things that exist: keys, defaults, commands, YAML, links, files, metrics; and their code runs."""
 
+import importlib
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 from pydantic import BaseModel
+from transformers import AutoConfig
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig, GRPOMasterConfig
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
 from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.algorithms.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedMasterConfig
 from nemo_rl.algorithms.data_preview import load_run_config
+from nemo_rl.algorithms.losses.own import chosen_loss
+from nemo_rl.algorithms.plan.advantages import gdpo, grpo, reinforce_plus_plus
 from nemo_rl.config.loader import known_keys, load_config
 from nemo_rl.config.rules import Derived
 from nemo_rl.data import config as data
+from nemo_rl.data.rows.dataloader import PromptDataLoader, prompt_loader
+from nemo_rl.data.rows.processors import episode_processor
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.environments.code.tools import import_tool
 from nemo_rl.environments.composite import CompositeEnvironment
 from nemo_rl.environments.config import EnvironmentConfig, RewardModelEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.models.policy.dtensor.tensor_parallel import user_plan
 from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.pretrained import build_on_meta
+from nemo_rl.types import LossFunction, LossInputs
 from nemo_rl.utils.config import AlarmsConfig, LoggerConfig, ReportConfig
+from nemo_rl.utils.trackers import Tracker
 from tests.conversations import answered
 from tests.unit.config.run_configs import CONFIGS, MASTERS, ROOT
 
@@ -296,8 +309,8 @@ def files(page: str) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files of both pages about environments, as the root of the repository is for their readers."""
-    for page in ("docs/adding-an-environment.md", "docs/guides/environments.md"):
+    """A folder with the files of the pages about own code, as the root of the repository is for their readers."""
+    for page in ("docs/adding-an-environment.md", "docs/guides/environments.md", "docs/customization.md"):
         for name, text in files(page).items():
             (tmp_path / name).write_text(text)
             monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
@@ -358,3 +371,69 @@ def test_the_dataset_processor_and_reward_of_the_guide_run(folder: Path):
     part = {"name": "polite", "reward": "my_rewards:polite", "kwargs": {"word": "thanks"}}
     environment = CompositeEnvironment({"reward_functions": [part], "num_workers": 1})
     assert environment.step([answered("Thanks!"), answered("please")], [{}, {}]).rewards.tolist() == [1.0, 0.0]
+
+
+# -- what can be plugged in
+
+
+CUSTOM = PAGES["docs/customization.md"]
+INTERFACES: dict[str, dict[str, Sequence[Callable[..., Any]]]] = {
+    "environment": {
+        "step": [EnvironmentInterface.step],
+        "global_post_process_and_metrics": [EnvironmentInterface.global_post_process_and_metrics],
+    },
+    "processor of prompts": {"process": [episode_processor]},
+    "order of the rows": {"order": [PromptDataLoader.order]},
+    "loss": {"__call__": [LossFunction.__call__]},
+    "advantage estimator": {"estimate": [grpo, gdpo, reinforce_plus_plus]},
+    "tracker": {
+        "log": [Tracker.log],
+        "log_hyperparams": [Tracker.log_hyperparams],
+        "log_samples": [Tracker.log_samples],
+        "close": [Tracker.close],
+    },
+}
+"""Row of the page -> names of functions there, and functions with their arguments."""
+
+
+@pytest.mark.parametrize("what", INTERFACES)
+def test_the_page_of_what_can_be_plugged_in_gives_each_signature(what: str):
+    [row] = [row for _, rows in tables(CUSTOM) for row in rows if row[0] == what]
+    stated = {name: arguments.split(", ") for name, arguments in re.findall(r"(\w+)\(([^)]*)\)", " ".join(row))}
+    for name, functions in INTERFACES[what].items():
+        for function in functions:
+            parameters = list(inspect.signature(function, follow_wrapped=False).parameters)
+            assert stated[name] in (parameters, parameters[1:]), "with or without self"
+
+
+def test_every_plug_of_the_page_works(folder: Path):
+    own = importlib.import_module("mine")
+    environment = own.Vowels({"goal": 2})
+    assert environment.step([answered("aeiou"), answered("b")], [{}, {}]).rewards.tolist() == [1.0, 0.0]
+    part = {"name": "brief", "reward": "mine:brief", "kwargs": {"limit": 2}}
+    composite = CompositeEnvironment({"reward_functions": [part], "num_workers": 1})
+    assert composite.step([answered("one two"), answered("one two three")], [{}, {}]).rewards.tolist() == [1.0, 0.0]
+    tool = import_tool("mine:reversed_text")
+    assert tool.name == "reversed_text" and tool.run({"text": "abc"}, {}) == "cba"
+
+    section = {
+        "dataset_name": "mine:words",
+        "env_name": "math",
+        "processor": "mine:loudly",
+        "kwargs": {"letters": "xyz"},
+    }
+    cfg = data.DataConfig.model_validate(
+        {"train": section, "max_input_seq_length": 100, "custom_dataloader": "mine:Backwards"}
+    )
+    setup = setup_data(cfg)
+    prompt = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[0])
+    assert "A WORD WITH X?" in prompt["message_log"][0]["content"] and prompt["extra_env_info"]["letter"] == "x"
+    assert prompt_loader(cfg.custom_dataloader, setup.train, 1).order().tolist() == [2, 1, 0]
+
+    loss = chosen_loss(None, ClippedPGLossConfig(type="mine:Squared"))
+    assert loss is not None
+    ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[0.0, 1.0]])
+    inputs = LossInputs(input_ids=ids, token_mask=mask, sample_mask=torch.ones(1))
+    assert loss(torch.tensor([[5.0, -2.0]]), inputs, torch.tensor(1.0), torch.tensor(1.0))[0] == 4.0
+    model = build_on_meta(AutoConfig.for_model("llama", num_hidden_layers=1), torch.float32)
+    assert set(user_plan(model, "mine:plan", "key").values()) == {"colwise", "rowwise"}
