@@ -1,4 +1,4 @@
-"""What one GPU does with the library, against what its hardware or a bare program does: one command, under 10 minutes.
+"""One GPU with the library, against its hardware or a bare program: one command, under 10 minutes.
 
     uv run --extra vllm benchmarks/gpu.py                       # every part
     uv run --extra vllm benchmarks/gpu.py --parts refit train
@@ -522,7 +522,7 @@ def parse() -> argparse.Namespace:
 
 
 def child(*arguments: str) -> Any:
-    """What this script prints as its last line in a process of its own."""
+    """The last line of this script in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *arguments]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout

@@ -1,4 +1,4 @@
-"""Where the time from a command to its first step goes, per process, against the imports that no run can do without.
+"""The time from a command to its first step, per process, against the imports that no run can do without.
 
 Runs the quick start (or another `--config` of GRPO) for one step, twice, and reads Linux's counters of every process
 that it starts. Prints when each process of the second run began, and its seconds of CPU until step 1 was logged. The

@@ -215,7 +215,7 @@ def sorted_plan(args: argparse.Namespace, worker: DTensorPolicyWorker, handles: 
 
 
 def even_plan(args: argparse.Namespace, handles: list[GroupHandle]) -> BatchPlan:
-    """Of samples of one length, for any worker."""
+    """A plan for samples of one length, for any worker."""
     ones = [[1.0] * len(handle.samples) for handle in handles]
     config, _ = arguments_of(args, Path("model"), padding_free=True)
     return plan_batch(
@@ -251,7 +251,7 @@ def worker_step(worker: PolicyWorker, plan: BatchPlan, groups: list[RolloutGroup
 
 
 def hand_written_step(args: argparse.Namespace, path: Path, plan: RankPlan, groups: list[RolloutGroup]) -> Callable:
-    """What one would write in a script: forward, log-softmax, clipped loss, backward, clip, AdamW."""
+    """The step that one would write in a script: forward, log-softmax, clipped loss, backward, clip, AdamW."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     if args.ranks > 1:
         mesh = init_device_mesh("cpu", (args.ranks,))

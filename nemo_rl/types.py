@@ -158,7 +158,7 @@ class GenerateFn(Protocol):
 
 
 class RenderedObservation(NamedTuple):
-    """What follows a sampled turn, up to the start of the next one."""
+    """The messages and tokens between a sampled turn and the next one."""
 
     token_ids: list[int]
     images: list[ImageSpan]  # in order, counted from the first of the tokens

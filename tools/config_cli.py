@@ -165,7 +165,7 @@ def _same_kind(before: Any, after: Any) -> bool:
 
 
 def _own(tree: SourcedTree, value: dict[Any, Any], path: KeyPath, source: str) -> dict[str, Any]:
-    """What the file `source` says, or the translation of what it says."""
+    """The content of the file `source`, or its translation."""
     found = {}
     for key, entry in value.items():
         below = (*path, key)
@@ -179,7 +179,7 @@ def _own(tree: SourcedTree, value: dict[Any, Any], path: KeyPath, source: str) -
 
 
 def _differing(own: dict[str, Any], base: SourcedTree, path: KeyPath, places: set[KeyPath]) -> dict[str, Any]:
-    """What is not in `base` already. Mappings that are no sections (not in `places`) are kept whole."""
+    """The entries that are not in `base` already. Mappings that are no sections (not in `places`) are kept whole."""
     found = {}
     for key, value in own.items():
         below = (*path, key)

@@ -169,7 +169,7 @@ def changed(node: ast.AST) -> Iterator[ast.AST | None]:
 
 
 def is_left_alone(node: ast.AST) -> bool:
-    """What no test is asked to see: messages, logs, assertions, and what is only read by a type checker."""
+    """Code that no test is asked to see: messages, logs, assertions, and code for type checkers."""
     match node:
         case ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
@@ -284,7 +284,7 @@ def watch_calls(file: str) -> None:
 
 
 def changed_code(mutant: Mutant) -> CodeType:
-    """Of the function of a mutant."""
+    """The code of a mutant's function."""
     source = Path(mutant.file).read_bytes()
     source = source[: mutant.start] + mutant.after.encode() + source[mutant.stop :]
     module = compile(source, mutant.file, "exec", dont_inherit=True)
@@ -306,7 +306,7 @@ def written(mutant: Mutant) -> Iterator[None]:
 
 
 def fork(work: Callable[[], bool], limit_s: float) -> bool:
-    """What `work` says in a fork; False after the limit."""
+    """The result of `work` in a fork; False after the limit."""
     child = os.fork()
     if child == 0:
         status = 1

@@ -34,7 +34,7 @@ LACKING = re.compile(r"not supported yet: .* \(([^()]+)\)$")
 
 @dataclass
 class Outcome:
-    """Of one file: it loads, or it is refused for features, or it is unclear as there are other problems, too."""
+    """The result of one file: it loads, it is refused for features, or it is unclear: it has other problems too."""
 
     refused: list[str] = field(default_factory=list)  # features
     unclear: list[str] = field(default_factory=list)  # messages
@@ -52,7 +52,7 @@ class Remarks(logging.Handler):
 
 
 def outcome_of(path: Path, remarks: Remarks, *, converts: bool) -> Outcome | None:
-    """What becomes of a file; None if it is no configuration of a run."""
+    """The result of a file; None if it is no configuration of a run."""
     remarks.said = False
     try:
         sections = load_tree(path).values

@@ -32,7 +32,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 @dataclass
 class Build:
-    """What earlier instructions have set for the next one."""
+    """The settings that earlier instructions left for the next one."""
 
     root: Path
     variables: dict[str, str]

@@ -44,7 +44,7 @@ async def play(task: AgentTask, url: str, action: str = "text", observation: str
 
 
 async def questions(url: str, num_rows: int, observation: str) -> list[str]:
-    """What the environment says first, for each seed."""
+    """The first message of the environment, for each seed."""
     async with GenericEnvClient(url) as env:
         return [(await env.reset(seed=seed)).observation[observation] for seed in range(num_rows)]
 

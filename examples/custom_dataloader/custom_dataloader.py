@@ -17,7 +17,7 @@ NUM_BUCKETS = 8
 
 
 class ShortFirst(PromptDataLoader):
-    """A curriculum by length: eight buckets from short to long, each shuffled anew in every epoch."""
+    """A curriculum by length: eight buckets from short to long, each shuffled again in every epoch."""
 
     def order(self) -> np.ndarray:
         lengths = np.array([len(str(self.dataset[index].row)) for index in range(len(self.dataset))])

@@ -143,10 +143,10 @@ class Trainer(ABC):
         self.resume()
 
     def describe_interruption(self) -> str:
-        """Where a run that was told to end stands, and from where the same command continues it."""
+        """The last step of a run that was told to end, and the step from which the same command continues it."""
         latest = None if self.checkpointer is None else self.checkpointer.get_latest_checkpoint_path()
         if latest is None:
-            again = "nothing was saved, and the same command begins anew"
+            again = "nothing was saved, and the same command starts from step 1"
         elif latest.name == f"step_{self.state.total_steps}":
             again = "it is saved, and the same command resumes after it"
         else:
@@ -297,7 +297,7 @@ class Trainer(ABC):
     def _announce_early_stop(self) -> None:
         if self.state.stopped_early:
             name = self.loop.early_stopping.metric_name
-            self.tools.console.info(f"{name} is good enough or gets no better: done")
+            self.tools.console.info(f"early stopping: {name} has reached its goal, or no longer improves")
 
     def _log(self) -> None:
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""
@@ -408,7 +408,7 @@ class Trainer(ABC):
         if self.state.stopped_early and self.loop.early_stopping.metric_name is None:
             self.state.stopped_early = False
         elif self.state.stopped_early:
-            self.tools.console.info("it was stopped early, and stays so; early_stopping.metric_name=null would go on")
+            self.tools.console.info("early stopping had ended this run; early_stopping.metric_name=null continues it")
         return True
 
     def recover(self, error: WorkerDied) -> None:
@@ -473,7 +473,7 @@ class Trainer(ABC):
             return
         try:
             pending.finish()
-        except (RuntimeError, OSError, ValueError) as failure:  # the error that ends the run is told, not this one
+        except (RuntimeError, OSError, ValueError) as failure:  # the error that ends the run is reported, not this one
             self.tools.console.warn(f"the checkpoint of step {pending.step} could not be finished: {failure}")
 
 

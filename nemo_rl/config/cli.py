@@ -21,7 +21,7 @@ from nemo_rl.config.terminal import visible
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where the configuration of this process comes from."""
+    """The sources of this process's configuration."""
 
     model: type[BaseModel]
     file: Path
@@ -56,7 +56,8 @@ class Parser(argparse.ArgumentParser):
 
 
 SOURCES: list[ConfigSource] = []
-"""Of what `load_from_command_line` returned, in order: one in a script, none where a program builds its own."""
+"""The sources of the configurations that `load_from_command_line` returned: one in a script, none where a program
+builds its own."""
 
 _EXAMPLES = """\
 overrides (Hydra's grammar, applied after the files):

@@ -14,7 +14,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Location:
-    """Where a key was written: a file and a line (from 1), or `line=None` and an argument of the command line."""
+    """The place of a key: a file and a line (from 1), or `line=None` and an argument of the command line."""
 
     source: str
     line: int | None = None

@@ -56,7 +56,7 @@ class SourcedTree:
     locations: dict[KeyPath, Location] = field(default_factory=dict)
 
     def location(self, path: KeyPath) -> Location | None:
-        """Where `path` was written, or else the nearest section around it."""
+        """The place of `path`, or else of the nearest section around it."""
         sections = (path[:end] for end in range(len(path), 0, -1))
         return next((self.locations[section] for section in sections if section in self.locations), None)
 

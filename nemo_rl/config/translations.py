@@ -558,7 +558,7 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         *_keys("sample_freshest_first", "target", under="async_rl.sampler"),
     ),
 }
-"""What this library lacks -> keys: one line in the error, however many of the keys a file has."""
+"""Missing feature -> keys: one line in the error, however many of the keys a file has."""
 
 SINCE = {
     "NeMo-Gym": "v0.5",

@@ -172,7 +172,7 @@ class Translator:
                 self.tree.get(path[:-1])[path[-1]] = text
 
     def place(self, path: KeyPath) -> Location:
-        """Where the key, or a section around it, was written."""
+        """The place of the key, or of a section around it."""
         return self.tree.location(path) or _TRANSLATED
 
     def _put(self, path: KeyPath, value: Any) -> None:

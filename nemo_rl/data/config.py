@@ -144,7 +144,7 @@ class DataSection(StrictModel):
     """Tokens of the longest row; a longer one takes no part in the loss."""
 
     shuffle: bool = True
-    """Shuffle the training rows, anew in each epoch."""
+    """Shuffle the training rows in each epoch, differently each time."""
 
     custom_dataloader: str | None = None
     """Import path (`pkg.module:name`) of a loader that orders the training rows; null: `PromptDataLoader`."""

@@ -35,7 +35,7 @@ type Method[**P, R] = Callable[Concatenate[Any, P], R | Awaitable[R]]
 
 @dataclass(frozen=True, kw_only=True)
 class HostIdentity:
-    """Where a worker runs."""
+    """The machine and the process of a worker."""
 
     pid: int
     node_id: str
@@ -104,7 +104,7 @@ class BusyTimes:
 
 
 BUSY = BusyTimes()
-"""Of this process."""
+"""The busy times of this process."""
 
 
 @contextmanager

@@ -20,8 +20,8 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict[str, Any]):
     """Tensors and lists that share their batch size."""
 
     micro_batch_indices: list[list[list[int]]] | None = None
-    """Of shards that `shard_by_batch_size` made with dynamic batching or packing: by global batch the row ranges
-    [start, end) of its micro-batches, counted in that batch."""
+    """Micro-batches of shards that `shard_by_batch_size` made with dynamic batching or packing: by global batch their
+    row ranges [start, end), counted in that batch."""
 
     micro_batch_lengths: list[list[int]] | None = None
     """Likewise the padded length of each micro-batch, in tokens."""

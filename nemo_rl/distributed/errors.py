@@ -76,7 +76,7 @@ def first_line(error: Exception) -> str:
 
 
 class UserCodeError(ValueError):
-    """What code of the user's returned is wrong. The message names it, and no traceback would say more."""
+    """The user's code returned a wrong value. The message names it, and no traceback would say more."""
 
 
 class WorkerCallError(Exception):

@@ -103,7 +103,8 @@ def _build(
     wanted, shared, resolved = file or path / "requirements.in", path / "shared.txt", path / "resolved.txt"
     if file is None:
         wanted.write_text(text + "\n")
-    shared.write_text("".join(f"{name}; python_version < '0'\n" for name in SHARED))  # resolved as if nobody asks
+    # Part of the resolution, but never installed.
+    shared.write_text("".join(f"{name}; python_version < '0'\n" for name in SHARED))
     # uv prefers the versions that it finds in its output file: a package changes only where a requirement asks for it.
     resolved.write_text("".join(f"{name}=={version.partition('+')[0]}\n" for name, version in installed.items()))
     python = str(path / "bin" / "python")

@@ -1,4 +1,4 @@
-"""What the processor of this machine can do."""
+"""The abilities of this machine's processor."""
 
 from collections.abc import Collection
 from pathlib import Path

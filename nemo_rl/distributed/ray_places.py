@@ -1,4 +1,4 @@
-"""Where the cluster, the folder and the token of Ray are for a run on this machine. Ray is not loaded."""
+"""The cluster, the folder and the token of Ray for a run on this machine. Ray is not loaded."""
 
 import os
 import secrets

@@ -636,7 +636,7 @@ def _fit(counts: Sequence[int], bundle: dict[str, float], distinct: bool) -> lis
 
 
 def _share(resources: dict[str, float], asked: dict[str, float]) -> float:
-    """How often there is what was asked for."""
+    """The number of times that the free resources hold the request."""
     return min(resources.get(name, 0.0) / amount for name, amount in asked.items())
 
 

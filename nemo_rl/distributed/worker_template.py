@@ -93,7 +93,7 @@ def is_read_when_loaded(name: str) -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What a worker is to become (`argv`, `env`, `cwd`), and its standard streams."""
+    """The program of a worker (`argv`, `env`, `cwd`), and its standard streams."""
     head, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
     [length] = _LENGTH.unpack(head)
     data = b""

@@ -115,7 +115,7 @@ class EnvironmentClient:
         """The metrics of `global_post_process_and_metrics`; one that is no number is left out, with a warning.
 
         EnvironmentFailure when it raises or dies twice in a row, takes longer than a step may, or returns no metrics.
-        An absent field of the batch is absent the second time, too, so its KeyError is told at once.
+        An absent field of the batch is absent the second time, too, so its KeyError is reported at once.
         """
         try:
             try:

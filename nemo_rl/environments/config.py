@@ -134,7 +134,7 @@ class PythonToolsEnvironmentConfig(ProgramsConfig):
     """A call of `python` sees the names that earlier calls of its episode have defined."""
 
     max_calls_per_turn: int = Field(default=4, ge=1)
-    """Calls of one turn that are answered; the model is told about further ones."""
+    """Calls of one turn that are answered; further calls get a message instead."""
 
     math_verify_impl: MathVerifier = "hf_math_verify"
     """How an answer is compared with the expected one."""
@@ -175,7 +175,7 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
     """Replies that the model of `model_name` writes in one batch."""
 
     resources: DeviceConfig = DeviceConfig()
-    """Where the model of `model_name` runs."""
+    """The devices of the model of `model_name`."""
 
     prompt_file: Annotated[str, accepted_by(_judge_prompt)] | None = None
     """The prompt of the judge: a text with `{question}`, `{answer}` and, if rows have one, `{reference}`. null: a
@@ -200,7 +200,7 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
     """Temperature of the repeated questions, if it is above `temperature`."""
 
     max_score_retries: int = Field(default=2, ge=0)
-    """How often a question is repeated if its reply has no score. After that the sample has failed."""
+    """The number of times that a question is repeated if its reply has no score. After that the sample has failed."""
 
     max_new_tokens: int = Field(default=512, ge=1)
     """Tokens of a reply at most."""
@@ -215,7 +215,7 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
     """Time limit of one request to the server."""
 
     max_retries: int = Field(default=4, ge=0)
-    """How often a request is sent again after a lost connection, a timeout, or status 408, 425, 429 or 5xx."""
+    """Repeats of a request after a lost connection, a timeout, or status 408, 425, 429 or 5xx."""
 
     backoff_s: float = Field(default=1.0, ge=0)
     """Pause before a request is sent again; doubled each time. A longer `Retry-After` of the server has precedence."""
@@ -303,7 +303,7 @@ class RetrievalEnvironmentConfig(ActorsConfig):
     """Language (`en` or `english`, `de` or `german`, ...) whose commonest words are ignored; null ignores none."""
 
     max_searches: int = Field(default=4, ge=1)
-    """Searches of an episode; after them the model is told to answer."""
+    """Searches of an episode; after them a message asks the model to answer."""
 
     max_passage_characters: int = Field(default=500, ge=1)
     """Characters of a passage that are shown."""
@@ -549,7 +549,7 @@ class McpEnvironmentConfig(ActorsConfig):
     """The environment that gets the other turns: `type` and its keys."""
 
     max_calls_per_turn: int = Field(default=4, ge=1)
-    """Calls of one turn that are answered; the model is told about further ones."""
+    """Calls of one turn that are answered; further calls get a message instead."""
 
     max_result_characters: int = Field(default=2000, ge=1)
     """Characters of a result that the model sees; of a longer text the beginning and the end."""

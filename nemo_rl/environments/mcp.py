@@ -46,7 +46,7 @@ class McpEnvironment(EnvironmentInterface[Any]):
     """Answers calls of the servers' tools; see the module. All episodes share a server's connection and its state.
 
     An error of a tool is a result, for the model to read. A conversation whose server is lost has no outcome, and the
-    server is connected anew for the next call.
+    server is connected again for the next call.
     """
 
     may_repeat_step = False  # tools have effects

@@ -27,7 +27,7 @@ SCORED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the metrics need of one sample."""
+    """The values of one sample that the metrics need."""
 
     status: SampleStatus
     reward: float

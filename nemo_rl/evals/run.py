@@ -71,7 +71,7 @@ MAX_UNANSWERED = 32  # prompts without an answer, after which an environment see
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What an evaluation is made from, checked."""
+    """The checked inputs of an evaluation."""
 
     model: EvalModel
     data: EvalData
@@ -436,7 +436,7 @@ class _EvaluatedModel(RolloutPolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalModel:
-    """What the engines are made from, checked."""
+    """The checked model of the engines."""
 
     model_path: str
     tokenizer_path: str
@@ -502,7 +502,7 @@ class EvalData:
         return sorted({task.env_name for task in self.tasks.values()})
 
     def identity(self, config: EvalMasterConfig) -> dict[str, Any]:
-        """What decides the prompts and how answers are scored."""
+        """The settings that decide the prompts and the scores of answers."""
         texts = {
             name: {
                 "prompt": task.spec.prompt,

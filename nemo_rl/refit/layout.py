@@ -98,7 +98,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Where every byte of every tensor lies. Both sides derive it from the same metadata and bucket size.
+    """The place of every byte of every tensor. Both sides derive it from the same metadata and bucket size.
 
     Fixed tensors come first, adapters last. What stays after the first sync has buckets of its own, so that later syncs
     can leave them out.

@@ -49,7 +49,7 @@ def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
 
 
 def run_data(run: Run, name: str) -> dict[str, Any]:
-    """What the page knows of a run from the start."""
+    """The facts of a run that the page has from the start."""
     names = sorted({name for row in run.rows.values() for name in row})
     return {
         "name": name,

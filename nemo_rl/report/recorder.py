@@ -1,4 +1,4 @@
-"""What a run writes for its report while it trains, and when the page is made.
+"""The files that a run writes for its report while it trains, and the times at which the page is made.
 
     run.json         command, machine, versions, difference from the parent configuration; nodes, once they are known
     groups.jsonl     a line per step: rewards, advantages and lengths of every group, from metadata
@@ -173,7 +173,7 @@ class RunRecorder:
 
     @timed
     def write_samples(self, step: int, policy: Policy) -> None:
-        """Let the workers write the chosen rows, once the step needs them no more; problems are told at the next."""
+        """Let the workers write the chosen rows once the step does not need them; the next call reports problems."""
         for problem in policy.samples_written():
             self._give_up(SAMPLES, problem)
         if self.cfg.samples_per_step > 0 and SAMPLES not in self._given_up:
@@ -243,7 +243,7 @@ class RunRecorder:
             self._end_page(self._page, wait_s)
 
     def _page_s(self) -> float:
-        """What the last page cost, in seconds of a processor; 0.0 before there is one."""
+        """Processor seconds of the last page; 0.0 before there is one."""
         lines = _lines(self.folder / LOG)
         return float(lines[-1]) if lines and lines[-1].replace(".", "").isdigit() else 0.0
 
@@ -368,7 +368,7 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def _git(*command: str) -> str | None:
-    """What git says of the folder of the library; None where it is no clone, or there is no git."""
+    """Git's description of the folder of the library; None where it is no clone, or there is no git."""
     folder = str(Path(__file__).parent)
     try:
         done = subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True, timeout=10, check=False)

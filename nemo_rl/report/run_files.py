@@ -1,4 +1,4 @@
-"""What a run leaves in its log folder, read back for the report and for the terminal view.
+"""The files of a run in its log folder, read back for the report and for the terminal view.
 
     metrics.jsonl    a line per step: every metric, a number or "NaN", "Infinity", "-Infinity"
     config.yaml      the resolved configuration
@@ -139,7 +139,7 @@ MAX_START_S = 3600.0  # a run that says nothing of itself for so long may be dea
 
 
 def status_of(run: Run, now: float | None = None) -> Status:
-    """Whether the run goes on, by its own last words, else by its process, else by the age of its last line."""
+    """Whether the run goes on, by its last event, else by its process, else by the age of its last line."""
     now = time.time() if now is None else now
     age = max(0.0, now - run.written_at)
     end = next((event for event in reversed(run.events) if event.get("kind") == "end"), None)

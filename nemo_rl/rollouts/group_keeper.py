@@ -16,7 +16,7 @@ from nemo_rl.types import GroupHandle, RolloutGroup
 
 KEEPER = "group_keeper"
 Places = Sequence[tuple[int, int]]
-"""Where groups are in lists: (number of the list, place in it) of each."""
+"""The places of groups in lists: (number of the list, place in it) of each."""
 Parcel = tuple[list[str], tuple[bytes, list[Any]]]
 """Ids of groups, and the pickled list of the groups with the buffers of its large arrays, which no reader copies."""
 

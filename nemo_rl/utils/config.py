@@ -109,7 +109,7 @@ class MLflowConfig(StrictModel):
     """Server (http://...) or database (sqlite:///...); null: `MLFLOW_TRACKING_URI`, or `mlflow.db` in `log_dir`."""
 
     artifact_location: str | None = None
-    """Where a new experiment keeps its files; null: chosen by the server, or `mlflow_artifacts` beside `mlflow.db`."""
+    """The place of a new experiment's files; null: chosen by the server, or `mlflow_artifacts` beside `mlflow.db`."""
 
 
 class SwanLabConfig(ProjectConfig):
@@ -261,7 +261,7 @@ class ProfileConfig(StrictModel):
 
 
 class PerformanceConfig(StrictModel):
-    """What a run measures of its own speed."""
+    """Measurements that a run makes of its own speed."""
 
     profile: ProfileConfig = ProfileConfig()
     """Profiles of workers."""

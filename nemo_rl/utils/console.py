@@ -183,7 +183,7 @@ class RunConsole:
             self._progress.update(self._task, phase=" > ".join(self._phases))
 
     def where(self, error: BaseException) -> str:
-        """Where `error` was raised: "step 7, weight_sync", "step 7, after weight_sync" or "start"."""
+        """The place at which `error` was raised: "step 7, weight_sync", "step 7, after weight_sync" or "start"."""
         if self._failure is not None and self._failure[0] is error:
             return f"step {self._current_step}, {self._failure[1]}"
         after = f", after {self._last_phase}" if self._last_phase else ""

@@ -125,7 +125,7 @@ def whole_or_not_at_all(output: Path) -> Iterator[Path]:
 def make_once(target: Path, make: Callable[[Path], None]) -> Path:
     """The directory `target`, which `make` fills if it does not exist.
 
-    Several processes may call this at the same time. If one is killed in `make`, the next one begins anew.
+    Several processes may call this at the same time. If one is killed in `make`, the next one begins again.
     """
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -172,7 +172,7 @@ class Logger:
         )
 
     def summary(self) -> str:
-        """What is where, for the end of a run."""
+        """The places of a run's files, for its last lines."""
         self._keep_folder()
         if self._is_whole:
             return f"metrics and configuration are in {self.run_dir}"

@@ -1,4 +1,4 @@
-"""What a configuration names: objects by import path or by a registered name, tokens by an environment variable."""
+"""Objects that a configuration names: by import path or by a registered name, tokens by an environment variable."""
 
 import gc
 import importlib

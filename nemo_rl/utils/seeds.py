@@ -90,7 +90,7 @@ def load_rng_state(path: Path, *, devices: bool = True) -> None:
     if num_saved != num_here:
         raise ValueError(
             f"the random state was saved by a process that saw {num_saved} CUDA devices, this one sees {num_here}; "
-            "resume with the same devices per process, or start anew with another checkpointing.checkpoint_dir"
+            "resume with the same devices per process, or start over with another checkpointing.checkpoint_dir"
         )
     kept, gauss = state["python/gauss"].tolist()
     random.setstate((3, tuple(state["python/words"].tolist()), gauss if kept else None))

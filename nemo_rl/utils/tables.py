@@ -205,7 +205,7 @@ def _require_rows_of_parquet(path: str) -> None:
 
 
 def lines(path: str) -> Iterator[tuple[int, int]]:
-    """Where each line that is not blank begins and ends. An empty file cannot be mapped."""
+    """The beginning and the end of each line that is not blank. An empty file cannot be mapped."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         begin = 0
         while begin < len(data):

@@ -81,7 +81,7 @@ grpo & data.train.dataset_name=tests.jsonl & +env.code={num_workers: 1} & data.d
     & data.default.processor=code_data_processor
     -> dataset 'tests' is for the code environment env.code, and has a list as input of a test, where one text
 ppo & value.model_name=./other -> value.model_name: ... other' has another vocabulary than the policy
-distillation & teacher.model_name=./other -> teacher.tokenizer.name: 2 of the student's 264 tokens are others for the
+distillation & teacher.model_name=./other -> teacher.tokenizer.name: 2 of the student's 264 tokens differ for the
     ... teacher ... token ... : student '1', teacher '2'
 distillation & teacher=null & +teachers={only: {model_name: ./other}} -> teachers.only.tokenizer.name: 2 of the student
 dpo & data.train.dataset_name=helpsteer3 -> did you mean HelpSteer3

@@ -112,7 +112,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
     """The teacher of everything: keys as in `policy`. Or name several in `teachers`."""
 
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
-    """Several teachers by name, told apart by `distillation.task_to_teacher`."""
+    """Several teachers by name, assigned to tasks by `distillation.task_to_teacher`."""
 
     @property
     def train_metrics(self) -> frozenset[str]:

@@ -31,7 +31,7 @@ def _validation_metric(name: str) -> None:
 
 
 class EarlyStoppingConfig(StrictModel):
-    """The run ends when a metric of the validations is good enough, or gets no better."""
+    """The run ends when a metric of the validations reaches a threshold, or no longer improves."""
 
     metric_name: Annotated[str, accepted_by(_validation_metric)] | None = None
     """Metric to watch, `val:<metric>`; null: the run is never stopped early."""
@@ -80,7 +80,7 @@ class LoopConfig(StrictModel):
     """Validate after the last step."""
 
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
-    """End the run when a metric of the validations is good enough, or gets no better."""
+    """End the run when a metric of the validations reaches a threshold, or no longer improves."""
 
     def validates_after(self, step: int) -> bool:
         """Whether the period asks for a validation after this step."""
@@ -96,7 +96,7 @@ class LossConfig(StrictModel):
     """The loss."""
 
     inputs_type: ClassVar[type[LossInputs]] = LossInputs
-    """What a loss of one's own gets that does not say what it reads."""
+    """The inputs of the user's loss if it names none itself."""
 
     type: str | None = None
     """Import path of the class of a loss of your own (`my_module:MyLoss`); null: the loss of the algorithm."""

@@ -61,7 +61,7 @@ POLICY_GRADIENT = frozenset(
 """The clipped policy-gradient loss."""
 
 LIKELIHOOD = frozenset({"positive_example_nll"})
-"""That loss with `positive_example_nll_weight`."""
+"""The same for a loss with `positive_example_nll_weight`."""
 
 VALUE = frozenset(
     {

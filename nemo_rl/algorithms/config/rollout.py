@@ -436,7 +436,7 @@ class RolloutMasterConfig(RunConfig):
 
     @property
     def recomputes_kv_cache(self) -> bool:
-        """Whether samples under way at a sync compute their KV cache anew with the new weights."""
+        """Whether samples under way at a sync compute their KV cache again with the new weights."""
         return True
 
     @property

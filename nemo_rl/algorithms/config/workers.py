@@ -63,7 +63,7 @@ class ChoosesWorkers(StrictModel):
 
     @property
     def workers_line(self) -> str | None:
-        """What a person should know about the number of CPU workers; None if it was given, or there are GPUs."""
+        """A line about the number of CPU workers; None if it was given, or there are GPUs."""
         machines = self._machines
         if machines.reason is None:
             return None

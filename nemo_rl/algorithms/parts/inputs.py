@@ -1,7 +1,7 @@
-"""What a run would open, looked up without loading it: files, datasets, models, and names by import path.
+"""The inputs of a run, looked up without loading them: files, datasets, models, and names by import path.
 
-What would stop the run is refused. Two things are told: the folder of a model that is not here, as an earlier run may
-make it, and a name that only a hub knows.
+An input that would stop the run is refused. Two kinds are only reported: the folder of a model that is not here, as an
+earlier run may make it, and a name that only a hub knows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -63,14 +63,14 @@ from nemo_rl.utils.tokenizer import template_text
 
 
 class Absent(Enum):
-    """What a look tells, and does not refuse."""
+    """The findings of a look that refuses nothing."""
 
     HERE = auto()  # a folder that may still be made
     OFFLINE = auto()  # a name that only a hub knows
 
 
 Look = Callable[[Any, Any], Absent | None]
-"""(section, value of a key, not None) -> what is told of it. ValueError or FileNotFoundError refuses the value."""
+"""(section, value of a key, not None) -> a line about it. ValueError or FileNotFoundError refuses the value."""
 
 
 # -- Looks.
@@ -209,7 +209,7 @@ ELSEWHERE = {
 
 @dataclass
 class Inputs:
-    """What a configuration names and this machine has not."""
+    """The names in a configuration that this machine does not have."""
 
     problems: list[Problem] = field(default_factory=list)  # the run would stop
     not_here: dict[str, str] = field(default_factory=dict)  # name -> the first key that has it

@@ -81,7 +81,7 @@ def _worker_lines(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
 
 
 def _warnings(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
-    """What a run would not find, and what would make it slow. ConfigError for what would stop it."""
+    """Lines about missing inputs, and settings that make a run slow. ConfigError for an input that would stop it."""
     absent, slow = Inputs.of(cfg).lines(), slow_precision(cfg)
     return [*(["", *absent] if absent else []), *([] if slow is None else ["", f"WARNING {slow}"])]
 

@@ -110,7 +110,7 @@ def check_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     thoughtful = [f"<think>\na thought\n</think>\n\n{answer}" for answer in plain]
     for answers, what in ((plain, "earlier turns"), (thoughtful, "the thoughts of earlier turns")):
         for role in ("user", "tool"):
-            observation = {"role": role, "content": "what came of it"}
+            observation = {"role": role, "content": "the result"}
             seen, rendered = render.seen_and_rendered([question], answers, observation)
             if seen != rendered:
                 same = len(os.path.commonprefix((seen, rendered)))  # noqa: RUF071 (texts, no paths)

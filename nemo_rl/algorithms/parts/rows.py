@@ -48,7 +48,7 @@ class Rows:
         else:
             prompts = StreamedPrompts(setup.train, batch_size, **order)
         if data.cache_tokens:
-            TokenCache(make.fingerprint()).close()  # one that cannot be used is told before anything starts
+            TokenCache(make.fingerprint()).close()  # one that cannot be used is reported before anything starts
         return cls(data=setup, make=make, prompts=prompts)
 
     def identity(self, config: SupervisedMasterConfig) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def check_teacher(
         num_absent = sum(number not in teacher for number in differing)
         absent = f" ({num_absent} of them the teacher does not have)" if num_absent else ""
         raise ValueError(
-            f"{section}.tokenizer.name: {len(differing)} of the student's {len(student)} tokens are others for the "
+            f"{section}.tokenizer.name: {len(differing)} of the student's {len(student)} tokens differ for the "
             f"teacher{absent}, so the two distributions are not of the same things:{listed}\n{remedy}"
         )
     _check_merges(student_tokenizer, teacher_tokenizer, section, remedy)

@@ -43,7 +43,7 @@ MAX_NEW_TOKENS = 64  # of a fresh completion
 MAX_PLAIN_TOKENS = 4096  # of a row for plain attention, whose memory is quadratic
 COLUMN = "disagreement"  # of the rows on the policy's workers
 EXPLAINED = 0.25  # an explanation leaves at most this share of the error
-MOST = 0.5  # more tensors than this share differ: the weights as a whole are others
+MOST = 0.5  # more tensors than this share differ: the engine has other weights altogether
 EXPECTED = {"float32": 1.0001, "float16": 1.01, "bfloat16": 1.03}
 """`token_mult_prob_error` that the rounding of different kernels explains, by the dtype they compute in."""
 
@@ -299,7 +299,7 @@ def _by_elimination(e: Evidence) -> _Explanations:
     compared = e.weights.not_compared or "weights are equal"
     yield (
         Cause.KERNELS,
-        f"{first}, so it is no attention ({compared}; sampling parameters, head and batches do not explain it)",
+        f"{first}, so attention is not the cause ({compared}; sampling parameters, head and batches do not explain it)",
         "try the engine with enforce_eager=true, and compare layer by layer; layers in fp8 differ by design",
     )
 

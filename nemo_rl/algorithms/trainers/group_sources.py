@@ -1,4 +1,4 @@
-"""Where a run gets its groups of samples from: training prompts -> requests -> finished groups, and which failed."""
+"""The sources of a run's groups of samples: training prompts -> requests -> finished groups, and which failed."""
 
 from __future__ import annotations
 

@@ -241,9 +241,9 @@ class Packing:
     """How well the micro-batches of a plan's optimizer steps use their budgets and the ranks' time."""
 
     num_micro_batches: int
-    """Of each rank, in training."""
+    """Number for each rank, in training."""
     num_logprob_micro_batches: int
-    """Of each rank, for logprobs."""
+    """Number for each rank, for logprobs."""
     samples_per_micro_batch: float
     """Mean, in training."""
     fill: float

@@ -61,7 +61,7 @@ VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that
 
 
 def policy_gradient_task(policy: RolloutPolicyConfig, loss: LossFunction) -> HeadTask:
-    """What the loss of a policy gradient reads: with filters, our KL penalty needs logprobs without them, too."""
+    """The head task of a policy gradient: with filters, our KL penalty needs logprobs without them, too."""
     has_kl = isinstance(loss, ClippedPGLoss) and loss.cfg.reference_policy_kl_penalty > 0
     return LogprobsTwice() if policy.generation.is_filtered and has_kl else Logprobs()
 

@@ -267,7 +267,7 @@ class _Header(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Where the content of a message stands in the text."""
+    """The span of a message's content in the text."""
 
     begin: int
     end: int
@@ -441,7 +441,7 @@ def _usual_header(text: str, end: int, messages: Messages, template: ChatTemplat
 
 
 def _header_end(special: re.Pattern[str], text: str, header: _Header) -> int:
-    """Where the message behind the header begins."""
+    """The start of the message behind the header."""
     length = _common_words(header.given, text[header.at : header.at + len(header.given) + 1])
     return max(header.least, _not_inside(special, text, header.at, header.at + length))
 
@@ -490,7 +490,7 @@ def _is_blank(message: Mapping[str, Any]) -> bool:
 
 
 def _find_content(plain: Messages, index: int, text: str, template: ChatTemplate, *, prompt: bool) -> _Shown | None:
-    """Where the content of a message stands in the text; None if it is not shown.
+    """The span of a message's content in the text; None if it is not shown.
 
     Of a message with tool calls, it is the arguments of the last call.
     """
@@ -508,7 +508,7 @@ def _find_content(plain: Messages, index: int, text: str, template: ChatTemplate
 
 
 def _difference(text: str, other: str) -> _Shown:
-    """Where a text differs from `other`, which has a placeholder there."""
+    """The span in which a text differs from `other`, which has a placeholder there."""
     begin = min(_common_length(other, text), other.index(PLACEHOLDER))
     behind = len(other) - other.rindex(PLACEHOLDER) - len(PLACEHOLDER)
     same = min(_common_length(other[::-1], text[::-1]), behind)
@@ -536,7 +536,7 @@ def _late_contents(
 
 
 _Layout = _FixedText | list[str] | None
-"""What a template makes of all conversations with the same roles: fixed text around the contents, or the roles whose
+"""The form of all conversations with the same roles in a template: fixed text around the contents, or the roles whose
 messages it omits. None: contents are not in order, or messages have more than a content."""
 
 
@@ -550,7 +550,7 @@ def _turns(layout: _FixedText | None, plain: Messages, text: str) -> _Turns | No
 
 
 def _starts_verbatim(fixed: _FixedText, contents: Sequence[str], text: str) -> list[int] | None:
-    """Where the fixed texts start if the template shows contents unchanged or stripped; None if it does not."""
+    """The starts of the fixed texts if the template shows contents unchanged or stripped; None if it does not."""
     starts, cursor = [0], len(fixed.texts[0])
     if not text.startswith(fixed.texts[0]):
         return None

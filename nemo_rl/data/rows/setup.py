@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetup:
-    """What `setup_data` returns."""
+    """The result of `setup_data`."""
 
     train: PromptDataset
     validation: PromptDataset | None
@@ -73,7 +73,7 @@ class StreamedRows(StreamedTable):
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSetup:
-    """What `setup_examples` returns."""
+    """The result of `setup_examples`."""
 
     train: PromptDataset | list[StreamedRows]  # a list if `data.train[].streaming`
     validation: dict[str, PromptDataset]

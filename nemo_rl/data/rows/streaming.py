@@ -18,7 +18,7 @@ NUM_HASHED_ROWS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class _Position:
-    """Where a block of an epoch begins."""
+    """The beginning of a block of an epoch."""
 
     block: int = 0  # number of the block
     stream: int = 0  # index of the stream

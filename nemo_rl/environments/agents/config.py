@@ -11,7 +11,7 @@ from nemo_rl.environments.section_parts import ActorsConfig, HttpAddress
 
 
 class SessionConfig(StrictModel):
-    """Where the sessions of agents listen. Each session has its own key."""
+    """The address of the sessions of agents. Each session has its own key."""
 
     host: str = "127.0.0.1"
     """Address of the interface; 127.0.0.1 admits programs of this machine only."""

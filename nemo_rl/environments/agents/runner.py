@@ -30,7 +30,7 @@ from nemo_rl.utils.registry import import_object
 
 MAX_OUTPUT_BYTES = 65536  # of a command: the end of its output, which is kept
 MAX_QUOTED = 2000  # characters
-_OUTPUT_S = 1.0  # for the last words of a command that has ended
+_OUTPUT_S = 1.0  # for the last output of a command that has ended
 INHERITED = (
     *("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"),

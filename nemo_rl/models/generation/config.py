@@ -120,7 +120,7 @@ class ColocatedConfig(StrictModel):
 
 
 class HttpServerConfig(StrictModel):
-    """Where the OpenAI-compatible server listens, and who may use it."""
+    """Address and token of the OpenAI-compatible server."""
 
     host: str = "127.0.0.1"
     """Address to listen on. At a public one, everybody with the token can use the engines; nothing is encrypted."""
@@ -191,7 +191,7 @@ class VllmConfig(StrictModel):
     """Serve the engines to other programs during training, with OpenAI's interface."""
 
     http_server: HttpServerConfig = HttpServerConfig()
-    """Where the OpenAI-compatible server listens, and who may use it."""
+    """Address and token of the OpenAI-compatible server."""
 
     http_server_serving_chat_kwargs: Annotated[ServingChatConfig, _read(None, {})] = ServingChatConfig()
     """How the server turns conversations into prompts, and answers into messages."""

@@ -38,7 +38,7 @@ class TokenizerConfig(StrictModel):
     """Arguments of the template, e.g. `{enable_thinking: true}`."""
 
     control_tokens_in_messages: Literal["text", "tokens"] = "text"
-    """What `<|im_end|>` is in a message that others than the assistant wrote: `text`, or `tokens`, which end the turn.
+    """The meaning of `<|im_end|>` in a message that the assistant did not write: `text`, or `tokens`, which end the turn.
     With `chat_template: null` they are tokens."""
 
 
@@ -105,7 +105,7 @@ class LoRAConfig(StrictModel):
     deviation of 1 / dim."""
 
     refit: Literal["merged", "adapter"] = "merged"
-    """What generation receives: whole merged weights at every sync, or, after the first one, the adapters alone, which
+    """The weights that generation receives: whole merged weights at every sync, or, after the first one, the adapters alone, which
     it adds to a copy of the adapted weights in host memory. The latter is for engines that neither quantise nor repack
     weights."""
 

@@ -65,7 +65,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where the parts of a model lie."""
+    """The files of a model."""
 
     weights: Path
     policy: Path  # config.json, generation_config.json and tokenizer/
@@ -135,7 +135,7 @@ def convert_checkpoint(
 
 
 def _model_of_run(config: Path, resolve: Callable[[str], str]) -> PretrainedConfig:
-    """What model the run of a configuration trains. ValueError if it does not say it, or the model cannot be found."""
+    """The model that the run of a configuration trains. ValueError if no key names it, or it cannot be found."""
     if not config.is_file():
         raise ValueError(f"{config} is missing: it says what model the weights are of; name it with --config")
     policy = _policy_of_run(config)
@@ -217,7 +217,7 @@ def _convert_shards(
     experts = ExpertNames(config.get_text_config().model_type).as_in({name.removeprefix(prefix) for name in saved})
 
     def on_disk(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the checkpoint has of a tensor: itself or, before v0.6 of NeMo RL, its part for each expert."""
+        """The parts of a tensor in the checkpoint: itself or, before v0.6 of NeMo RL, its part for each expert."""
         if prefix + name in saved:
             return {prefix + name: tensor}
         return {prefix + part: view for part, view in experts.split(name, tensor)}
@@ -248,7 +248,7 @@ def _convert_shards(
 
 
 def _prefix(wanted: Iterable[str], saved: Iterable[str]) -> str:
-    """What stands before the names of a model's tensors in a checkpoint: nothing, or `model.` of NeMo RL."""
+    """The prefix of a model's tensors in a checkpoint: nothing, or `model.` of NeMo RL."""
     first = next(iter(wanted))
     return min((name.removesuffix(first) for name in saved if f".{name}".endswith(f".{first}")), key=len, default="")
 
@@ -355,7 +355,7 @@ def _base_model(name: str, path: str) -> tuple[Path, dict[str, str]]:
     try:
         files = checkpoint_files(str(directory))
     except SafetensorError as error:
-        raise ValueError(f"{directory} holds a damaged file: {error}; copy it anew") from error
+        raise ValueError(f"{directory} holds a damaged file: {error}; copy it again") from error
     if files is None:
         raise ValueError(
             f"{directory} has no *.safetensors; load the model with transformers and save_pretrained it first"

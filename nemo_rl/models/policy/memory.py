@@ -381,7 +381,7 @@ def _of_cpu_engine(generation: GenerationConfig, model: ModelShape, key: str) ->
     """What an engine on a CPU has beside weights and cache, as its heap keeps it.
 
     Linear layers have their weights once as loaded and once packed for MKL, as has a head that is tied to the
-    embedding. A weight sync packs anew, and the memory of the packed layers before stays in the heap; so does that of
+    embedding. A weight sync packs again, and the memory of the packed layers before stays in the heap; so does that of
     vLLM's first step, of as many tokens as there can be.
     """
     cfg = generation.vllm_cfg

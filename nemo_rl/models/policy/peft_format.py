@@ -76,7 +76,7 @@ def read_peft_adapter(directory: Path) -> PeftAdapter:
         with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-        raise ValueError(f"{directory} holds a damaged adapter: {error}; copy it anew") from error
+        raise ValueError(f"{directory} holds a damaged adapter: {error}; copy it again") from error
     if problems := _not_implemented(config):
         raise ValueError(f"the adapter in {directory} cannot be used:\n  " + "\n  ".join(problems))
     return PeftAdapter(directory, config["r"], config["lora_alpha"], config.get("base_model_name_or_path"), shapes)

@@ -230,7 +230,7 @@ def check_vision_model(config: PolicyConfig, model: PretrainedConfig) -> None:
 
 
 def _other_form(path: Path) -> str:
-    """What a file or a directory holds in place of a model, and the remedy; "" if that is not known."""
+    """The content of a file or a directory that is no model, and the remedy; "" if that is not known."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     if (foreign := find_foreign(path)) is not None:
         return f"is {foreign} and no model directory: {foreign.remedy(path)}; then name the new folder"
@@ -242,7 +242,7 @@ def _other_form(path: Path) -> str:
         try:
             base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         except (ValueError, AttributeError) as error:
-            return f"is an adapter whose {ADAPTER_CONFIG} is damaged ({error}); copy it anew"
+            return f"is an adapter whose {ADAPTER_CONFIG} is damaged ({error}); copy it again"
         whole = repr(base) if base else f"that it was made for ({ADAPTER_CONFIG} does not name it)"
         return (
             f"is an adapter and no model: name the model {whole}, with the adapter in dtensor_cfg.lora_cfg."
@@ -273,11 +273,11 @@ def _check_files(model: str, directory: Path) -> None:
             with open_tensors(str(file)):  # reads what describes the tensors, and knows the size of the file
                 pass
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ValueError(f"{model}: {file.name} is damaged ({error}); copy it anew") from error
+        raise ValueError(f"{model}: {file.name} is damaged ({error}); copy it again") from error
     except (UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{model}: {file.name} is cut short, or holds more than tensors, which nothing here executes: copy it "
-            f"anew, or, if you trust it, {_CONVERT}"
+            f"again, or, if you trust it, {_CONVERT}"
         ) from error
     if absent := sorted(file for file in files if not (directory / file).is_file()):
         raise ValueError(
@@ -344,7 +344,7 @@ def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score
             "it, or name the language model it was made from"
         )
     if has_score and not has_head:
-        raise ValueError(f"{wrong}{HEAD_WEIGHT} is not among its weights; copy it anew or name another")
+        raise ValueError(f"{wrong}{HEAD_WEIGHT} is not among its weights; copy it again or name another")
     shape = stored.tensor(HEAD_WEIGHT).get_shape() if has_head else [1]
     if shape[0] != 1:
         raise ValueError(f"{wrong}{HEAD_WEIGHT} is {shape}, which gives {shape[0]} numbers instead of one")

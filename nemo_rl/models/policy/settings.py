@@ -30,7 +30,7 @@ class PolicyWorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
-    """Where samples go, and how their tokens become text. Can be pickled."""
+    """The folder of samples, and the tokenizer that makes text of their tokens. Can be pickled."""
 
     folder: Path
     max_tokens: int  # of a longer sample the beginning and the end are kept

@@ -35,7 +35,7 @@ from nemo_rl.types import Completion, GenerateFn, GenerationRequest, OnTokens, S
 _SEED_BITS = 62
 KEY_IN_METADATA = "nemo_rl_key"
 _EPISODE_ENDED = "this episode has ended", 410
-_MAX_ENDED = 100_000  # sessions whose late calls are told that they have ended
+_MAX_ENDED = 100_000  # sessions whose late calls get the answer that they have ended
 
 
 @dataclass(frozen=True, kw_only=True)

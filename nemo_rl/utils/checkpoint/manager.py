@@ -38,7 +38,7 @@ TRAINING_INFO_NAME = "training_info.json"
 CONFIG_NAME = "config.yaml"
 
 _STEP_PATTERN = re.compile(r"step_(\d+)")
-_START_ANEW = "to start anew, set checkpointing.checkpoint_dir to another directory"
+_START_ANEW = "to start over, set checkpointing.checkpoint_dir to another directory"
 
 
 class CheckpointError(RuntimeError):

@@ -237,7 +237,7 @@ CASES = {
     "wrong attention": case(Cause.ATTENTION, "training's own attention is wrong", break_attention, padding_free=False),
     "a head in another dtype": case(Cause.HEAD_DTYPE, "with a head in bfloat16", break_head),
     "other positions": case(Cause.POSITIONS, OTHER_ROPE, theirs={"hf_config_overrides": ROPE}),
-    "kernels that mix no tokens": case(Cause.KERNELS, "so it is no attention", break_mlp),
+    "kernels that mix no tokens": case(Cause.KERNELS, "so attention is not the cause", break_mlp),
 }
 
 

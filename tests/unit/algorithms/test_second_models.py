@@ -248,7 +248,7 @@ def test_a_teacher_that_does_not_fit_is_explained_by_its_first_differences_and_t
         check_teacher(tiny, tokenizer_of(), 4)
     assert str(error.value).count("\n  token ") == 3
     words = Tokenizer(models.WordLevel({token: number for number, token in enumerate(TOKENS)}))
-    swapped = """teacher.tokenizer.name: 2 of the student's 7 tokens are others for the teacher, so the two \
+    swapped = """teacher.tokenizer.name: 2 of the student's 7 tokens differ for the teacher, so the two \
 distributions are not of the same things:
   token 2: student 'a', teacher 'b'
   token 3: student 'b', teacher 'a'

@@ -1,4 +1,4 @@
-"""Checkpoints in the background, several policies of one run, and the end of a run that is good enough."""
+"""Checkpoints in the background, several policies of one run, and early stopping."""
 
 import errno
 import json
@@ -250,7 +250,7 @@ def test_passes_are_merged_into_one_result():
     assert found.num_skipped_steps == 2 and found.nonfinite_samples == ["a", "b"]
 
 
-# -- the end of a run that is good enough
+# -- early stopping
 
 
 def stopping(folder: Path, values: list[float], *, val_at_start: bool = False, **rule: object) -> FakeTrainer:
@@ -283,7 +283,7 @@ def test_steps_until_the_run_ends(tmp_path, values, rule, taken):
     trainer = stopping(tmp_path, [math.inf, *values], **rule)
     trainer.train()
     assert trainer.state.total_steps == taken
-    assert ("is good enough or gets no better" in trainer.text.getvalue()) == trainer.state.stopped_early
+    assert ("early stopping: " in trainer.text.getvalue()) == trainer.state.stopped_early
 
 
 def test_a_metric_that_no_validation_has_ends_the_run_with_those_that_there_are(tmp_path):
@@ -299,10 +299,13 @@ def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
         assert trainer.state.total_steps == taken
         stays = "early_stopping.metric_name=null would go on" in trainer.text.getvalue()
         assert stays == (is_resumed and taken == 3)
-    # And one that is good enough before the first step is not trained.
+    # And one that has reached its goal before the first step is not trained.
     trainer = stopping(tmp_path / "good", [1.0, 2.0], val_at_start=True, threshold=1.5)
     trainer.train()
-    assert trainer.state.total_steps == 0 and "val:val_loss is good enough" in trainer.text.getvalue()
+    assert (
+        trainer.state.total_steps == 0
+        and "early stopping: val:val_loss has reached its goal" in trainer.text.getvalue()
+    )
 
 
 def test_periodic_validations_begin_at_a_step_and_checkpoints_have_two_periods(tmp_path):
@@ -359,7 +362,7 @@ def test_a_run_that_has_no_time_to_save_says_from_where_it_continues(tmp_path):
     assert end(trainer) == ended and trainer.position.taken == 5 == trainer.rows()[-1]["step"]
     trainer = told(tmp_path / "none", at_step=2, grace_s=0.0)
     trainer.errors = {3: AssertionError("no other step begins")}
-    ended = "SIGTERM: the run ends after step 1; nothing was saved, and the same command begins anew"
+    ended = "SIGTERM: the run ends after step 1; nothing was saved, and the same command starts from step 1"
     assert end(trainer) == ended
 
 

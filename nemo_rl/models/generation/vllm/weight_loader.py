@@ -128,7 +128,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 f"they are loaded, and {self.why_reload}; set it to merged"
             )
         logger.info("weights go through vLLM's layerwise reload: %s", self.why_reload)
-        derived = {  # vLLM computes these anew at the end of a reload, such as the products of latent attention
+        derived = {  # vLLM computes these again at the end of a reload, such as the products of latent attention
             f"{prefix}.{name}"
             for prefix, module in self.model.named_modules()
             if is_deferred_attention_layer(module)
@@ -375,7 +375,7 @@ class _CopyRecorder(TorchDispatchMode):
 
 
 def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[_CopyRecorder, list[str]]:
-    """Where `model.load_weights` would copy each tensor, and the parameters that it would not write in full.
+    """The place to which `model.load_weights` would copy each tensor, and the parameters that it would not write in full.
 
     Raises:
         NotTraceable: loading consists of more than copies.

@@ -48,7 +48,7 @@ _SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class EngineRank(Protocol):
-    """What this process calls on a rank of the engine. `WorkerExtension`, which imports vLLM, has these methods."""
+    """The methods that this process calls on a rank of the engine. `WorkerExtension`, which imports vLLM, has these methods."""
 
     def record_experts(self) -> None: ...
     def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]: ...
@@ -378,7 +378,7 @@ class VllmWorker(EngineWorkerInterface):
         return await self._engine_call(self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs))
 
     def _death(self) -> EngineDied:
-        return EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log")
+        return EngineDied(f"the vLLM engine of {self._name} died; the end of its log has the reason")
 
     # -- conversion to and from vLLM's types
 
@@ -435,7 +435,7 @@ class VllmFollower:
     def check_health(self) -> None:
         """Raise EngineDied if a process of this node is gone."""
         if self._executor.is_failed:
-            raise EngineDied(f"a process of {self._name} died; its last words are in the log")
+            raise EngineDied(f"a process of {self._name} died; the end of its log has the reason")
 
     def shutdown(self) -> None:
         """Stop the processes of this node."""

@@ -272,7 +272,7 @@ def call_loss(
 
 
 def _loss_problem(returned: Any, outputs: torch.Tensor) -> str | None:
-    """What is wrong with the result of a loss, and the remedy."""
+    """The fault in the result of a loss, and the remedy."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         return f"a {type(returned).__name__}, not (loss, metrics)"
     loss, metrics = returned

@@ -185,7 +185,7 @@ def _put(values: torch.Tensor, slots: torch.Tensor, shape: tuple[int, int], fill
 
 @dataclass(frozen=True, kw_only=True)
 class _Spans:
-    """Where the tokens of sequences lie in the rows of each rank.
+    """The places of the tokens of sequences in the rows of each rank.
 
     The rows of this rank consist of pieces of sequences, in this order, and of padding at the end.
     """

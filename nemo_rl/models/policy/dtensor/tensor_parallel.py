@@ -132,7 +132,7 @@ class _Style(ParallelStyle):
         return module
 
     placements: ClassVar[Mapping[str, Placement]] = {}
-    """Of the module's own parameters, by name."""
+    """The placements of the module's own parameters, by name."""
 
     def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Split the parameters."""

@@ -125,7 +125,7 @@ class StoredHead:
         if absent:
             raise ValueError(
                 f"teacher.model_name: {model_path!r} has no safetensors file with {', '.join(sorted(map(str, absent)))}"
-                ", which the student needs for the KL over the whole vocabulary; save the teacher anew with "
+                ", which the student needs for the KL over the whole vocabulary; save the teacher again with "
                 "save_pretrained, or set distillation.topk_logits_k"
             )
         return head

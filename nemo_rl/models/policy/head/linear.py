@@ -202,7 +202,7 @@ class _Chosen:
         self.places = place[order].split(sizes)
 
     def of_tile(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the logits in this tile: positions in the flattened [N, K], and in the flattened tile."""
+        """Positions of this tile's logits: in the flattened [N, K], and in the flattened tile."""
         number = columns.start // self.width * self.num_row_blocks + rows.start // self.height
         return self.entries[number], self.places[number]
 

@@ -32,7 +32,7 @@ _WHOLE_ROWS_TILES = 4  # tiles of whole rows are larger: with few rows at a time
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What a model does to its logits after the head: `scale * x`, or `softcap * tanh(scale * x / softcap)`."""
+    """The change of logits after the head: `scale * x`, or `softcap * tanh(scale * x / softcap)`."""
 
     scale: float = 1.0
     softcap: float | None = None

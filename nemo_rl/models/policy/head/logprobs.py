@@ -45,7 +45,7 @@ _NOT_OF_THE_HEAD = {
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """What models of this architecture do to their logits after the head.
+    """The change that models of this architecture make to their logits after the head.
 
     Raises:
         ValueError: a setting changes the logits in an unknown way.

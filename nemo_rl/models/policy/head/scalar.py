@@ -86,7 +86,7 @@ def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: 
         raise ValueError(
             f"{policy.key('model_name')}: {policy.model_name!r} is a classifier of {config.num_labels} labels "
             f"({labels}), but a reward or value model gives one number (num_labels 1 in its config.json); name a "
-            "reward model, or the language model it was made from: its score is then drawn anew"
+            "reward model, or the language model it was made from: its score is then drawn at random"
         )
     config = copy.deepcopy(config)
     config.architectures = [known]

@@ -42,7 +42,7 @@ class HeadTask(ABC):
     """Numbers per token, C; None: one, without a dimension of its own."""
 
     dtype: torch.dtype = torch.float32
-    """Of the output."""
+    """The dtype of the output."""
 
     columns: tuple[str, ...] = ()
     """Row columns it needs, as `ModelBatch.columns`."""

@@ -158,14 +158,14 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
 def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters) -> None:
     assert policy.optimizer is not None and policy.scheduler is not None
     if counters.optimizer is None or counters.scheduler_steps is None:
-        raise CheckpointError(f"{directory.parent} was saved without the optimizer; start anew from its weights")
+        raise CheckpointError(f"{directory.parent} was saved without the optimizer; start over from its weights")
     keys: dict[str, set[str]] = {}
     saved = saved_tensors(directory) if holds_tensors(directory) else {}
     for name, metadata in saved.items():
         tensor, _, key = name.rpartition(".")
         if key == "main_param" and metadata.properties.dtype != torch.float32:
             raise CheckpointError(
-                f"{directory} holds {name} as {metadata.properties.dtype}, and main parameters are float32; start anew "
+                f"{directory} holds {name} as {metadata.properties.dtype}, and main parameters are float32; start over "
                 "from its weights, with another checkpointing.checkpoint_dir"
             )
         keys.setdefault(tensor, set()).add(key)
@@ -175,7 +175,7 @@ def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters)
     for name, entry in policy.entries(states, with_tied_output=True).items():
         available = keys.get(entry.sources[0].name, set())
         if states[name].is_of_muon(available):
-            logger.warning("%s: %s: its state is Muon's, and Adam updates it: it starts anew", directory, name)
+            logger.warning("%s: %s: its state is Muon's, and Adam updates it: it starts from zero", directory, name)
             available &= {"main_param"}
         # A new optimizer has no moments before its first step: make those that were saved.
         states[name].allocate(available - {"main_param"})

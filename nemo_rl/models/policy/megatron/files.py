@@ -53,7 +53,7 @@ class Counters:
         if not path.is_file():
             raise CheckpointError(
                 f"{directory} was not saved by megatron_cfg: {MARKER} is missing. Resume it with dtensor_cfg; or start "
-                "anew from its weights: make a model directory of them with examples/converters/convert_dcp_to_hf.py, "
+                "over from its weights: make a model directory of them with examples/converters/convert_dcp_to_hf.py, "
                 "and name that as model_name with another checkpointing.checkpoint_dir"
             )
         try:
@@ -74,7 +74,7 @@ def refuse_megatron_checkpoint(directory: Path) -> None:
     """CheckpointError if Megatron saved `directory`, which dtensor_cfg cannot resume."""
     if is_megatron_checkpoint(directory):
         raise CheckpointError(
-            f"{directory} was saved by megatron_cfg. Resume it with that; or start anew from its weights: make a model "
+            f"{directory} was saved by megatron_cfg. Resume it with that; or start over from its weights: make a model "
             "directory of them with examples/converters/convert_megatron_to_hf.py, and name that as model_name with "
             "another checkpointing.checkpoint_dir"
         )

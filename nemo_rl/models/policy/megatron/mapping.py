@@ -49,7 +49,7 @@ class ParallelRanks:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """Where a checkpoint holds a Hugging Face tensor: in tensor `name` of `shape`, from `first_row` on.
+    """The place of a Hugging Face tensor in a checkpoint: in tensor `name` of `shape`, from `first_row` on.
 
     `expert`: its index, if `name` holds the tensors of all experts.
     """

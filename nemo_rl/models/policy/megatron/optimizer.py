@@ -71,7 +71,7 @@ _STACKED_BIAS = "_bias"
 
 
 def _overrides(config: OptimizerConfig) -> dict[ParamKey, Any]:
-    """What groups of parameters have of their own: vectors have no weight decay."""
+    """Settings of single groups of parameters: vectors have no weight decay."""
     return {**get_standard_config_overrides(config), ParamKey(name=f"*{_STACKED_BIAS}"): {"wd_mult": 0.0}}
 
 

@@ -85,7 +85,7 @@ def local_shards(
     Args:
         parameters: as for `load_weights`.
         device: every sync moves the shards to it.
-        value: name -> the values to send, looked up anew at every sync. Default: `parameters`.
+        value: name -> the values to send, looked up at every sync. Default: `parameters`.
     """
     value = value or parameters.__getitem__
     shards = []
