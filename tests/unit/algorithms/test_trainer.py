@@ -297,15 +297,13 @@ def test_a_stopped_run_leaves_its_checkpoint_and_stays_stopped(tmp_path):
         is_resumed = trainer.resume()
         trainer.train()
         assert trainer.state.total_steps == taken
-        stays = "early_stopping.metric_name=null would go on" in trainer.text.getvalue()
+        stays = "early_stopping.metric_name=null continues it" in trainer.text.getvalue()
         assert stays == (is_resumed and taken == 3)
     # And one that has reached its goal before the first step is not trained.
     trainer = stopping(tmp_path / "good", [1.0, 2.0], val_at_start=True, threshold=1.5)
     trainer.train()
-    assert (
-        trainer.state.total_steps == 0
-        and "early stopping: val:val_loss has reached its goal" in trainer.text.getvalue()
-    )
+    assert trainer.state.total_steps == 0
+    assert "early stopping: val:val_loss has reached its goal" in trainer.text.getvalue()
 
 
 def test_periodic_validations_begin_at_a_step_and_checkpoints_have_two_periods(tmp_path):
