@@ -83,6 +83,13 @@ class Browser:
         """`kind`: mousePressed, mouseMoved, mouseReleased."""
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=clicks)
 
+    @contextmanager
+    def window(self, width: int, height: int = 900) -> Iterator[None]:
+        """Another size of the window, in pixels, for a while."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        yield
+        self._call("Emulation.clearDeviceMetricsOverride")
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(20)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nemo_rl.report.run_files import Run, names_of, read_index, read_lines, status_of
+from nemo_rl.report.run_files import Run, as_text, names_of, read_index, read_lines, status_of
 from nemo_rl.utils.files import GROUPS, SAMPLES, TIMELINE, script_json
 
 REPORT = "report.html"
@@ -61,7 +61,7 @@ def run_data(run: Run, name: str) -> dict[str, Any]:
         "steps": list(run.rows),
         "metrics": {name: [short(row.get(name)) for row in run.rows.values()] for name in names},
         "events": run.events,
-        "config": {key: str(value) for key, value in run.config.items()},
+        "config": {key: as_text(value) for key, value in run.config.items()},
         "facts": run.facts,
     }
 

@@ -35,6 +35,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import parent_values
 from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.report.run_files import as_text
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey, SampleMeta, SampleStatus
 from nemo_rl.utils import files
 from nemo_rl.utils.config import ReportConfig
@@ -353,11 +354,8 @@ def origin(config: Mapping[str, Any]) -> dict[str, Any]:
         return found
     own = files.flatten_dict(config)
     differing = [key for key, value in own.items() if parent.get(key) != value]
-    return found | {"from_parent": [[key, _plain(parent.get(key)), _plain(own[key])] for key in differing]}
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float) else str(value)
+    before = {key: as_text(parent[key]) for key in differing if key in parent}
+    return found | {"from_parent": [[key, before.get(key), as_text(own[key])] for key in differing]}
 
 
 def _lines(path: str | Path) -> list[str]:

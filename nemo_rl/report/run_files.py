@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.config.errors import as_yaml
 from nemo_rl.utils.console import EVENTS_NAME
 from nemo_rl.utils.files import RUN, SAMPLES, flatten_dict, process_start
 from nemo_rl.utils.logger import METRICS_NAME
@@ -196,6 +197,11 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
         for row, *_ in read_lines(path):
             found[row["step"], row["id"]] = row
     return sorted(found.values(), key=lambda row: row["step"])
+
+
+def as_text(value: Any) -> str:
+    """A value of the configuration as its file has it: texts as they are, others in YAML, such as null and true."""
+    return value if isinstance(value, str) else as_yaml(value)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -35,7 +35,8 @@ function fill(node, attributes) {
   }
 }
 
-function swatch(colour) { return el("span", { class: "swatch", style: { background: colour } }); }
+/** A small square of a colour; one without colour has an edge, so that it shows on any background. */
+function swatch(colour) { return el("span", { class: colour === "transparent" ? "swatch hollow" : "swatch", style: { background: colour } }); }
 
 /** A number for people: four significant digits, no exponent where it can be read without. */
 function format(value, digits = 4) {
@@ -97,6 +98,10 @@ function table(columns, rows, { limit = 500, onpick = null, kind = null } = {}) 
   }));
   box.append(el("table", {}, el("thead", {}, el("tr", {}, heads)), body), more);
   draw();
+  // A table that goes on to the right fades out there.
+  const hint = () => box.classList.toggle("cut", box.scrollWidth - box.clientWidth - box.scrollLeft > 2);
+  box.addEventListener("scroll", hint);
+  new ResizeObserver(hint).observe(box);
   return box;
 }
 

@@ -137,6 +137,19 @@ function ticks(low, high, count) {
   return found;
 }
 
+/** 1, 2 and 5 times powers of ten between 10^low and 10^high; over many decades powers alone, over few linear ticks. */
+function logTicks(low, high) {
+  if (high - low < 0.6) return ticks(10 ** low, 10 ** high, 4);
+  const every = Math.ceil((high - low) / 6), found = [];
+  for (let power = Math.floor(low); power <= high; power++) {
+    for (const m of high - low > 3 ? [1] : [1, 2, 5]) {
+      const at = power + Math.log10(m);
+      if (at >= low && at <= high && power % every === 0) found.push(Number(`${m}e${power}`));
+    }
+  }
+  return found;
+}
+
 const EDGE = { left: 52, right: 10, top: 8, bottom: 20 };
 
 /** The scales of a chart: pixels of a step and of a value, and back. */
@@ -178,10 +191,10 @@ function drawChart(plot, series) {
   const { width, height, x, y } = scale;
   plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const parts = [];
-  const values = scale.log ? ticks(scale.low, scale.high, 4).map((power) => 10 ** power) : ticks(scale.low, scale.high, 4);
+  const values = scale.log ? logTicks(scale.low, scale.high) : ticks(scale.low, scale.high, 4);
   for (const value of values) {
     parts.push(svg("line", { class: "axis", x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) }),
-      svg("text", { x: EDGE.left - 6, y: y(value) + 3.5, "text-anchor": "end", text: tickText(value, values) }));
+      svg("text", { x: EDGE.left - 6, y: y(value) + 3.5, "text-anchor": "end", text: scale.log ? format(value) : tickText(value, values) }));
   }
   for (const step of ticks(scale.from, scale.to, Math.max(3, width / 90)).filter(Number.isInteger)) {
     parts.push(svg("text", { x: x(step), y: height - 5, "text-anchor": "middle", text: step.toLocaleString("en") }));

@@ -30,14 +30,16 @@ TABS.push({ id: "overview", title: "Overview", render: renderOverview });
 
 const KEY_NUMBERS = [
   ["reward", "train/reward"], ["accuracy", "validation/accuracy"], ["loss", "train/loss"], ["val. loss", "validation/val_loss"],
-  ["tokens", "train/mean_gen_tokens_per_sample"], ["KL", "train/kl_penalty"], ["entropy", "train/approx_entropy"],
-  ["disagr.", "train/token_mult_prob_error"], ["grad norm", "train/grad_norm"], ["s per step", "timing/train/total_step_time"],
+  ["answer tokens", "train/mean_gen_tokens_per_sample"], ["KL", "train/kl_penalty"], ["entropy", "train/approx_entropy"],
+  ["disagreement", "train/token_mult_prob_error"], ["grad norm", "train/grad_norm"], ["seconds a step", "timing/train/total_step_time"],
   ["tokens/s", "performance/tokens_per_sec"],
 ];
 
 function renderOverview(main) {
   const runs = shownRuns();
-  const used = KEY_NUMBERS.filter(([, name]) => runs.some((run) => name in run.metrics));
+  // A KL of exactly 0 in every step is that of a run without a reference model.
+  const isMeasured = (run, name) => name in run.metrics && (name !== "train/kl_penalty" || run.metrics[name].some((value) => value));
+  const used = KEY_NUMBERS.filter(([, name]) => runs.some((run) => isMeasured(run, name)));
   const worst = (run, kinds) => run.events.filter((event) => kinds.includes(event.kind)).length;
   main.append(el("h2", { text: "Runs" }), table([
     { title: "run", of: (run) => el("span", { class: "nowrap" }, swatch(run.colour), ` ${run.name}`) },
@@ -46,7 +48,7 @@ function renderOverview(main) {
     { title: "errors", n: true, of: (run) => worst(run, ["error"]) },
     { title: "steps", n: true, of: (run) => run.steps[run.steps.length - 1] ?? 0 },
     { title: "time", n: true, key: elapsed, of: (run) => (elapsed(run) ? span(elapsed(run)) : "") },
-    ...used.map(([title, name]) => ({ title, n: true, of: (run) => latest(run, name), })),
+    ...used.map(([title, name]) => ({ title, n: true, of: (run) => latest(run, name) })),
   ], runs));
   main.append(el("p", { class: "note", text: "Numbers are the newest of each run." }));
   for (const run of runs) {

@@ -8,7 +8,7 @@ TABS.push({
 const PAGE = 50;
 const browse = { run: Math.max(0, RUNS.findIndex((run) => run.samples)), sort: "step", up: false, page: 0, from: "", to: "", task: "", status: "", text: "", chosen: null, colour: "difference", order: [], index: null };
 const SORTS = [["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["length", "tokens"], ["turns", "turns"], ["error", "disagreement"], ["output", "mean logprob or score"]];
-const COLOURINGS = [["difference", "train − generation logprob"], ["advantage", "advantage"], ["probability", "probability when sampled"], ["mask", "loss mask"], ["none", "nothing"]];
+const COLOURINGS = [["difference", "train − generation logprob"], ["advantage", "advantage"], ["probability", "probability of the token"], ["mask", "loss mask"], ["none", "nothing"]];
 
 function renderSamples(main) {
   const list = el("div"), view = el("div", { id: "sample" }), bar = el("div", { class: "bar" });
@@ -68,10 +68,10 @@ function drawList(list, view) {
     { title: "step", n: true, of: (i) => index.step[i] },
     { title: "prompt", mono: true, of: (i) => index.names[index.prompt[i]] || index.id[i] },
     ...(has("reward") ? [{ title: "reward", n: true, of: (i) => index.reward[i] }] : []),
-    ...(has("advantage") ? [{ title: "adv.", n: true, of: (i) => index.advantage[i] }] : []),
+    ...(has("advantage") ? [{ title: "advantage", n: true, of: (i) => index.advantage[i] }] : []),
     { title: "tokens", n: true, of: (i) => index.length[i] },
     ...(index.turns.some((n) => n > 1) ? [{ title: "turns", n: true, of: (i) => index.turns[i] }] : []),
-    ...(has("error") ? [{ title: "disagr.", n: true, of: (i) => index.error[i] }] : []),
+    ...(has("error") ? [{ title: "disagreement", n: true, of: (i) => index.error[i] }] : []),
     ...(has("output") && !has("error") ? [{ title: "mean output", n: true, of: (i) => index.output[i] }] : []),
     ...(has("status") ? [{ title: "ended", of: (i) => index.names[index.status[i]] }] : []),
   ].map((column) => ({ ...column, n: column.n, key: undefined }));
@@ -113,7 +113,7 @@ async function showSample(view, i) {
 
 function sampleView(sample, again) {
   const facts = [["step", sample.step], ["sample", sample.id], ["reward", sample.reward], ["advantage", typeof sample.advantages === "number" ? sample.advantages : sample.advantages ? "by token" : null],
-    ["disagreement", sample.error], ["largest of a token", sample.worst], ["tokens", sample.length], ["role", sample.role || null], ["reward of the row", sample.own_reward], ["credit", sample.credit === 1 ? null : sample.credit],
+    ["disagreement", sample.error], ["of its worst token", sample.worst], ["tokens with the prompt", sample.length], ["role", sample.role || null], ["reward of the row", sample.own_reward], ["credit", sample.credit === 1 ? null : sample.credit],
     ["ended", sample.status], ["answer", sample.answer], ["failure", sample.failure],
     ["in the loss", sample.in_loss === 0 ? "no" : null], ["weights", sample.weight_version], ["margin", sample.margin || null], ...Object.entries(sample.metrics || {})].filter(([, value]) => value !== null && value !== undefined);
   const parts = [el("div", { class: "facts" }, facts.map(([name, value]) => el("span", {}, el("span", { class: "soft", text: `${name} ` }), el("b", { text: format(value, 6) }))))];
@@ -196,8 +196,8 @@ function tokensView(sample) {
 
 function turnsTable(sample) {
   return table([
-    { title: "turn", n: true, of: (turn) => sample.turns.indexOf(turn) + 1 }, { title: "tokens", n: true, of: (turn) => turn.num_generated_tokens },
-    { title: "of the reply", n: true, of: (turn) => turn.num_env_tokens }, { title: "reward", n: true, of: (turn) => turn.reward },
+    { title: "turn", n: true, of: (turn) => sample.turns.indexOf(turn) + 1 }, { title: "sampled tokens", n: true, of: (turn) => turn.num_generated_tokens },
+    { title: "tokens of the reply", n: true, of: (turn) => turn.num_env_tokens }, { title: "reward", n: true, of: (turn) => turn.reward },
     { title: "stopped by", of: (turn) => turn.stop_reason }, { title: "weights", n: true, of: (turn) => turn.weight_version },
     { title: "sampling", n: true, key: (turn) => turn.generation_s, of: (turn) => span(turn.generation_s) }, { title: "environment", n: true, key: (turn) => turn.env_s, of: (turn) => span(turn.env_s) },
   ], sample.turns);

@@ -1,7 +1,7 @@
 // Groups and tasks, events, configuration, machine; and the start of the page, which comes last.
 
 TABS.push({ id: "groups", title: "Groups and tasks", render: renderGroups, used: () => RUNS.some((run) => run.groups.length) });
-TABS.push({ id: "events", title: "Events", render: renderEvents, used: () => RUNS.some((run) => run.events.length), count: () => RUNS.reduce((sum, run) => sum + run.events.length, 0) });
+TABS.push({ id: "events", title: "Events", render: renderEvents, used: () => RUNS.some((run) => run.events.length), count: () => RUNS.reduce((sum, run) => sum + importantEvents(run).length, 0) });
 TABS.push({ id: "config", title: "Configuration", render: renderConfig, used: () => RUNS.some((run) => Object.keys(run.config).length) });
 TABS.push({ id: "machine", title: "Machine", render: renderMachine, used: () => RUNS.some((run) => Object.keys(run.facts).length) });
 
@@ -46,12 +46,19 @@ function listGroups(place, lines) {
     const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
     return { ...row, mean, dead: new Set(known).size < 2, longest: Math.max(...row.lengths), bad: [...row.status].filter((letter) => !"ct".includes(letter)).length };
   }).filter((row) => !grouping.dead || row.dead).reverse();
+  const means = rows.map((row) => row.mean).filter((mean) => mean !== null), ends = [-largest(means.map((mean) => -mean), 0), largest(means, 1)];
   place.replaceChildren(table([
     { title: "step", n: true, of: (row) => row.step }, { title: "prompt", mono: true, of: (row) => row.prompt, key: (row) => row.prompt }, { title: "task", of: (row) => row.task, key: (row) => row.task },
-    { title: "mean reward", n: true, of: (row) => row.mean }, { title: "dead", of: (row) => (row.dead ? "dead" : ""), key: (row) => Number(row.dead) },
+    { title: "mean reward", n: true, of: (row) => row.mean }, { title: "dead", of: (row) => deadText(row, ends), key: (row) => Number(row.dead) },
     { title: "rewards of its samples", of: rewardBoxes }, { title: "longest", n: true, of: (row) => row.longest }, { title: "without outcome", n: true, of: (row) => row.bad },
     { title: "trained", of: (row) => (row.advantages.length ? "yes" : "no"), key: (row) => row.advantages.length },
-  ], rows, { limit: 200, kind: (row) => (row.dead ? "warn" : "") }));
+  ], rows, { limit: 200, kind: (row) => (!row.dead ? "" : deadText(row, ends) === "all right" ? "fine" : "warn") }));
+}
+
+/** The kind of a group without a gradient: its samples share the best reward (1 or more), the worst (0 or less), or another one. */
+function deadText(row, [worst, best]) {
+  if (!row.dead) return "";
+  return row.mean === null ? "no reward" : row.mean >= best ? "all right" : row.mean <= worst ? "all wrong" : "all equal";
 }
 
 /** A box per sample: green is the best reward of the group, grey has none. */
@@ -62,9 +69,12 @@ function rewardBoxes(row) {
     style: { background: reward === null ? "var(--line)" : `color-mix(in srgb, var(--good) ${Math.round((100 * (reward - low)) / (high - low))}%, var(--bad))` } })));
 }
 
+/** The events that the tab counts and lists at first: without messages. */
+function importantEvents(run) { return run.events.filter((event) => event.kind !== "info"); }
+
 function renderEvents(main) {
   for (const run of shownRuns().filter((one) => one.events.length)) {
-    const important = run.events.filter((event) => event.kind !== "info");
+    const important = importantEvents(run);
     const body = el("div");
     const show = (all) => body.replaceChildren(eventTable([...(all ? run.events : important)].reverse()));
     main.append(el("h2", { text: run.name }), el("div", { class: "bar" }, el("label", {}, el("input", { type: "checkbox", checked: !important.length, onchange: (event) => show(event.target.checked) }), "messages too")), body);

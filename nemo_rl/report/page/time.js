@@ -96,7 +96,10 @@ function drawBars(plot, run, names) {
     column.addEventListener("pointerleave", hideTip);
     nodes.push(column);
   });
-  for (const step of ticks(0, bars.length - 1 || 1, 8).filter((i) => Number.isInteger(i) && i < bars.length)) nodes.push(svg("text", { x: left + (step + 0.5) * w, y: height - 5, "text-anchor": "middle", text: bars[step].step }));
+  for (const step of ticks(bars[0].step, bars[bars.length - 1].step + 0.5, 8).filter(Number.isInteger)) {
+    const i = bars.findLastIndex((bar) => bar.step <= step);  // the bar that has this step
+    nodes.push(svg("text", { x: left + (i + 0.5) * w, y: height - 5, "text-anchor": "middle", text: step.toLocaleString("en") }));
+  }
   plot.replaceChildren(...nodes);
   return bars.some((bar) => total(bar) > high);
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
 from nemo_rl.data.chat.images import small_jpeg
@@ -244,10 +245,37 @@ def test_a_run_of_any_algorithm_opens_on_every_tab(tmp_path, browser: Browser, m
     for step in (1, 2) if metrics else ():
         append(folder / "metrics.jsonl", step=step, **metrics)
     append(folder / "events.jsonl", time=1.0, step=1, kind="error", text="disk full")
+    append(folder / "events.jsonl", time=1.0, step=1, kind="info", text="saved")
     path = write_report([folder])
     for tab in ("overview", "curves", "events"):
         browser.open(path, f"#{tab}")
         assert browser.evaluate(f"document.getElementById('tab-{tab}').getAttribute('aria-selected')") == "true"
     assert browser.texts("#main")[0].count("disk full") == 1
+    assert browser.texts("#tab-events") == ["Events 1"], "as many as it lists, without messages"
     browser.open(path, "#overview")
     assert browser.texts("tbody tr:first-child > *")[5] == "", "no time before it started"
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_no_tab_is_wider_than_the_window_and_a_table_that_goes_on_fades_out(run, browser: Browser, width: int):
+    write_samples(run, 2, 2)
+    write_times(run)
+    rewards = ([1.0, 1.0], "all right"), ([0.0, 0.0], "all wrong"), ([0.5, 0.5], "all equal"), ([0.0, 1.0], "")
+    rest = {"prompt": "p", "task": "t", "lengths": [3, 4], "status": "cc", "advantages": []}
+    groups = [{"id": str(number), "rewards": own, **rest} for number, (own, _) in enumerate(rewards)]
+    append(run / "groups.jsonl", step=1, groups=groups)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"none": None, "on": True, "long": "x" * 300}))
+    path = write_report([run])
+    with browser.window(width):
+        for tab in ("overview", "curves", "time", "samples", "groups", "config"):
+            browser.open(path, f"#{tab}")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+            browser.wait(
+                "[...document.querySelectorAll('.scroll')].every(box => "
+                "box.classList.contains('cut') === box.scrollWidth > box.clientWidth + 2)"
+            )
+        assert "null" in browser.texts("td.mono") and "true" in browser.texts("td.mono")
+        browser.open(path, "#groups")
+        browser.wait(f"document.querySelectorAll('.boxes').length === {len(rewards)}")
+        assert sorted(browser.texts(".scroll:last-child td:nth-child(5)")) == sorted(text for _, text in rewards)
