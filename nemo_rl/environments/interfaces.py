@@ -19,20 +19,31 @@ SHUTDOWN_TIMEOUT_S = 10.0  # of all environments of a run together
 class EnvironmentReturn[MetadataT](NamedTuple):
     """The result of `step` for a batch of B conversations; every list has length B."""
 
-    # {"role": "environment", "content": ...}: the next message of each conversation. A content is a text or a list of
-    # parts, {"type": "text", "text"} and {"type": "image", "image": SOURCE}, as in rows with images.
     observations: list[dict[str, Any]]
-    # Passed to the next step of the same conversation; None keeps the metadata of this step.
+    """The next message of each conversation: {"role": "environment", "content": ...}. A content is a text or a list of
+    parts, {"type": "text", "text"} and {"type": "image", "image": SOURCE}, as in rows with images."""
+
     metadata: list[MetadataT] | list[MetadataT | None]
-    # For the next turn; None keeps the present ones, and None in place of the list those of all conversations.
+    """Passed to the next step of the same conversation; None keeps the metadata of this step."""
+
     next_stop_strings: list[list[str] | None] | list[None] | None
-    # [B], or [B, n] or a mapping of n names to [B] for n rewards each. An episode's turns are summed, and so are the n.
+    """For the next turn; None keeps the present ones, and None in place of the list those of all conversations."""
+
     rewards: torch.Tensor | Mapping[str, torch.Tensor]
-    terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
-    answers: list[str | None] | None = None  # extracted answers, for majority voting
-    failures: list[str | None] | None = None  # the reason why a conversation has no outcome: it gets no reward
-    # Numbers by name for each conversation. A step averages the numbers of last turns over its finished samples.
+    """[B], or [B, n] or a mapping of n names to [B] for n rewards each. An episode's turns are summed, and so are the
+    n."""
+
+    terminateds: torch.Tensor
+    """[B], true (or non-zero) where the episode is over."""
+
+    answers: list[str | None] | None = None
+    """Extracted answers, for majority voting."""
+
+    failures: list[str | None] | None = None
+    """The reason why a conversation has no outcome: it gets no reward."""
+
     metrics: Sequence[Mapping[str, float] | None] | None = None
+    """Numbers by name for each conversation. A step averages the numbers of last turns over its finished samples."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         # torch writes a tensor as if to a file, which takes longer than all the rest.
