@@ -29,7 +29,8 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
 from nemo_rl.utils.registry import import_object
 
-LACKING = re.compile(r"not supported yet: .* \(([^()]+)\)$")
+LACKING = re.compile(r"not supported yet: (?:.* \(([^()]+)\)$|([^;]+))")
+"""A message about a missing feature, which stands in parentheses at its end, or is all up to the way out."""
 
 
 @dataclass
@@ -66,7 +67,7 @@ def outcome_of(path: Path, remarks: Remarks, *, converts: bool) -> Outcome | Non
     except ConfigError as error:
         found = [(LACKING.search(problem.message), problem) for problem in error.problems]
         return Outcome(
-            refused=[feature[1] for feature, _ in found if feature is not None],
+            refused=[feature[1] or feature[2] for feature, _ in found if feature is not None],
             unclear=[str(problem) if problem.location else f"{path}: {problem}" for f, problem in found if f is None],
         )
     except AssertionError as error:  # of `convert`

@@ -124,6 +124,8 @@ def _built[M: BaseModel](
     try:
         config = model.model_validate(tree.values)
         if not problems:
+            if isinstance(config, StrictModel):
+                config.name_as_written(tree.values)
             if translator is not None and translator.remarks:
                 translator.differences_of(config)
                 number = len(translator.remarks)
@@ -224,7 +226,7 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
         return [Problem(path, f"must be a section with keys (got {as_yaml(value)})", location)]
     message = details["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("List should have", "must have")
-    if message.startswith("must be") and not isinstance(value, dict | list):
+    if message.startswith("must be") and "(got " not in message and not isinstance(value, dict | list):
         message += f" (got {as_yaml(value)})"
     return [Problem(path, message, location)]
 

@@ -116,6 +116,15 @@ class StrictModel(BaseModel):
             section.__dict__[name] = _placed(value, section.key(name))
         return section
 
+    def name_as_written(self, values: Mapping[str, Any]) -> None:
+        """Name keys as `values`, from which this section is made, has them: an item alone has no index of a list."""
+        for name, value in self.__dict__.items():
+            given = values.get(name)
+            if isinstance(value, StrictModel) and isinstance(given, Mapping):
+                value.name_as_written(given)
+            elif isinstance(value, list) and isinstance(given, Mapping) and len(value) == 1:
+                self.__dict__[name] = [_placed(value[0], self.key(name))]
+
     def __getitem__(self, name: str) -> NoReturn:
         raise TypeError(
             f"a section is no dictionary: read .{name}, not [{name!r}]. A script of NeMo RL is replaced by a command, "

@@ -18,6 +18,7 @@ ALIASES = {
     "generation": ("policy.generation", "generation"),
     "tokenizer": ("policy.tokenizer", "value.tokenizer", "teacher.tokenizer", "tokenizer", "env.*.tokenizer"),
     "environment": ("env.*",),
+    "trained": ("data.train", "data.train.#"),
     "dataset": ("data.default", "data.train", "data.train.#", "data.validation", "data.validation.#", "data"),
 }
 
@@ -27,6 +28,7 @@ MOVED = {
     "eval.pass_k_value": "k_value",
     "value_loss_fn.cliprange": "value_clip",
     "checkpointing.is_async": "async_save",
+    "model.megatron_cfg.optimizer.muon_use_nesterov": "muon_nesterov",
     "dataset.data_files": "data_path",
     **{
         f"dataset.{key}": f"kwargs.{key}"
@@ -51,6 +53,11 @@ NULL_IS_THE_DEFAULT = (
     *("loss_fn", "cluster", "data.default", "grpo.adv_estimator", "model.router_replay", "model.draft"),
     *("loop.reward_shaping", "loop.reward_scaling", "loop.early_stopping", "generation.colocated.resources"),
     *("logger.wandb", "logger.mlflow", "logger.swanlab", "logger.gpu_monitoring"),
+    *("generation.top_p", "generation.val_temperature", "generation.val_top_p", "generation.max_new_tokens"),
+    *("generation.vllm_cfg.max_model_len", "data.default.processor", "data.default.env_name"),
+    *("dataset.split_validation_size", "dataset.repeat", "model.megatron_cfg.attention_backend"),
+    *("model.dtensor_cfg.lora_cfg.target_modules", "model.dtensor_cfg.lora_cfg.exclude_modules"),
+    *("model.megatron_cfg.peft.target_modules", "model.megatron_cfg.peft.exclude_modules"),
 )
 """Keys that may be null in NeMo RL and not here."""
 
@@ -74,6 +81,9 @@ DATASET_NAMES = {
     "prompt_response_dataset": "ResponseDataset",
     "dpo": "PreferenceDataset",
 }
+CLASS_BY_PATH = r"(\w+\.)+[A-Z]\w*"
+"""`dataset_name` of a class, such as pkg.module.Class: its section holds the arguments of the class."""
+
 VALIDATION_OF: dict[str, dict[str, Any]] = {
     "DAPOMath17K": {"dataset_name": "AIME2024"},
     "DeepScaler": {"dataset_name": "AIME2024"},
@@ -109,6 +119,7 @@ _SCHEDULER, _SPECULATION = "megatron_cfg.scheduler", "vllm_kwargs.speculative_co
 _ASYNC, _LIMITS = "grpo.async_grpo", "vllm_kwargs.limit_mm_per_prompt"
 VALUES: Rules = {
     "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
+    f"loop.max_num_epochs: max_num_epochs=-1 -> {MANY_STEPS}": "-1: its steps alone end the run",
     "ppo.adv_estimator.length_adaptive_alpha: ppo.adv_estimator.length_adaptive_alpha=0 -> null": (
         "0 is null today: lambda does not depend on the length"
     ),
@@ -223,6 +234,12 @@ VALUES_OF_THEIRS: Rules = {
     "policy.generation.vllm_cfg.enable_prefix_caching=false -> true": (
         "true: engines here return the experts of tokens, those of cached prefixes too, with a prefix cache alone"
     ),
+    f"policy.draft.enabled: policy.draft.enabled and policy.megatron_cfg.enabled and "
+    f"policy.generation.{_SPECULATION}.model -> false": (
+        "false: a draft is not trained beside Megatron; it guesses as its files have it, which changes no distribution"
+    ),
+    "loss_fn.use_on_policy_kl_approximation: loss_fn.use_kl_in_reward and loss_fn.use_on_policy_kl_approximation "
+    "-> false": "false: it weights the KL of the loss, and the KL is in the reward",
     "grpo.batch_multiplier: grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling -> 1.0": (
         "1: it counts for dynamic sampling alone"
     ),
@@ -242,6 +259,9 @@ VALUES_OF_THEIRS: Rules = {
 DEFAULTS_OF_THEIRS: Rules = {
     "model.scheduler_step_per: scheduler_step_per=optimizer_step -> train_call": (
         "train_call: NeMo RL's scheduler steps once in each training step"
+    ),
+    "trained.split_validation_size: dataset_name=Nemotron-Cascade-2-SFT-Math and split_validation_size=0 -> 0.05": (
+        "0.05, as this dataset of NeMo RL has it"
     ),
     "grpo.adv_estimator.std: grpo.adv_estimator.name != reinforce_plus_plus and "
     "grpo.adv_estimator.normalize_rewards and grpo.adv_estimator.use_leave_one_out_baseline -> leave_one_out": (
@@ -344,12 +364,14 @@ def _one_device(section: Any) -> bool:
 
 
 _MEGATRON, _VLLM, _MCORE = "model.megatron_cfg", "generation.vllm_cfg", "generation.mcore_generation_config"
+_OF_FP8 = (_MEGATRON, f"{_MEGATRON}.fp8_cfg")
+_BFLOAT16_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _DDP_OF_MODEL, _CHAT = f"model.{_DDP}", f"{_VLLM}.http_server_serving_chat_kwargs"
 
 
 def _of_losses(of_sums: Neutral, of_scale: Neutral) -> tuple[Foreign, ...]:
     """Keys that say how a loss is averaged; NeMo RL reads none of them."""
-    sections = (_MEGATRON, _DDP_OF_MODEL, f"{_MEGATRON}.optimizer")
+    sections = ("model", "loss_fn", _MEGATRON, _DDP_OF_MODEL, f"{_MEGATRON}.optimizer")
     sums = ("calculate_per_token_loss", "do_not_average_loss", "cp_normalize")
     return (
         *(row for section in sections for row in _keys(*sums, under=section, neutral=of_sums)),
@@ -366,12 +388,14 @@ WITHOUT_MEANING = (
     *_keys("converter_type", "train_iters", "defer_fp32_logits", "use_gloo_process_groups", under=_MEGATRON),
     *_keys("force_reconvert_from_hf", under=_MEGATRON),  # nothing is converted: weights are read from the model's files
     *_keys("data_parallel_sharding_strategy", "average_in_collective", under=_DDP_OF_MODEL),
+    *_keys("average_in_collective", under=_MEGATRON),
     *_keys("model.dtensor_cfg.lora_cfg.dropout_position", f"{_MEGATRON}.peft.dropout_position"),
     *_keys("grpo.calculate_advantages_on_gpu", "ppo.calculate_advantages_on_gpu"),
     *_keys("logger.gpu_monitoring.flush_interval"),
     *_keys("normalize_rewards", "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches", under="ppo"),
     *_keys("data.num_workers", "dataset.env_name", "dataset.use_preserving_dataset"),
     *_keys("env.should_log_nemo_gym_responses", "env.nemo_gym", "generation.sglang_cfg", "generation.sglang_kwargs"),
+    *_keys("generation.trtllm_*", "generation.dynamo_*"),
     *_keys("enabled", "logprob_batch_size", "max_grad_norm", "generation", under="env.reward_model"),
     *_keys("dynamic_batching", "sequence_packing", "reward_model_cfg", under="env.reward_model"),
     *_keys("make_sequence_length_divisible_by", under="env.reward_model"),
@@ -391,8 +415,8 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("moe_flex_dispatcher_backend", "moe_hybridep_num_sms", "hybridep_*", under=_MEGATRON),
         *_keys("inference_moe_token_dispatcher_type", "inference_grouped_gemm_backend", under=_MEGATRON),
         *_keys("real_quant_export_cpu_offload", under="generation", neutral=one_of(None)),
-        *_keys("deduplicate_multimodal_data", under="loop"),
-        *_keys("deduplicate_multimodal_data", "data.deduplicate_multimodal_data", "env.deduplicate_multimodal_data"),
+        *_keys("deduplicate_multimodal_data", "*.deduplicate_multimodal_data"),
+        *_keys("muon_fp32_matmul_prec", under=f"{_MEGATRON}.optimizer", neutral=one_of("medium", None)),
         *_keys("use_fused_linear_logprobs", under=_MEGATRON, neutral=one_of(True, False, None)),
         *_keys("cuda_graph_impl", under=_MEGATRON, neutral=one_of("none", None)),
         *_keys("offload_modules", "checkpoint", under=_MEGATRON, neutral=one_of([], {}, None)),
@@ -438,10 +462,12 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
     "it belongs to rollouts by NeMo-Gym": _keys("env.should_mask_flagged_samples", neutral=one_of(None)),
     "it only monitors": (
         *_keys("logger.wandb.log_nemo_gym_full_result_tables"),
-        *_keys("loop.debug_payload_metrics", "debug_payload_metrics", "data.debug_payload_metrics"),
-        *_keys("policy.debug_payload_metrics", "env.debug_payload_metrics"),
+        *_keys("debug_payload_metrics", "*.debug_payload_metrics"),
         *_keys(f"{_MEGATRON}.track_moe_metrics", f"{_VLLM}.use_tqdm", f"{_VLLM}.enable_vllm_metrics_logger"),
         *_keys("logger.tensorboard", neutral=one_of({}, None)),
+    ),
+    "a matrix is made orthogonal as a whole here, however many ranks share it": _keys(
+        f"{_MEGATRON}.optimizer.muon_tp_mode", neutral=one_of("duplicated", "distributed", None)
     ),
     "a draft has an optimizer of its own": _keys("model.draft.loss_weight", neutral=one_of(0.1, None)),
     "an engine splits experts like its other layers": _keys(f"{_VLLM}.enable_expert_parallel"),
@@ -521,22 +547,33 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         Foreign(f"{_MEGATRON}.scheduler.lr_decay_iters", lambda value: value is not None, is_ours=True),
     ),
     "several data loaders": _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
-    "teachers inside GRPO": _keys("on_policy_distillation", neutral=switched_off),
+    "teachers inside GRPO": (
+        *_keys("on_policy_distillation", neutral=switched_off),
+        _without("grpo.adv_estimator.name", "opd"),
+    ),
     "asynchronous PPO": _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off),
     "dynamic sampling in PPO": (
         *_keys("ppo.use_dynamic_sampling"),
         *_keys("ppo.batch_multiplier", neutral=one_of(1, 1.0, None)),
     ),
     "masks by logprob error in PPO": _keys("ppo.seq_logprob_error_threshold"),
-    "other estimators of advantages": (_without("grpo.adv_estimator.name", "raw_reward", "gae", "opd"),),
+    "other estimators of advantages": (_without("grpo.adv_estimator.name", "raw_reward", "gae"),),
     "training in float16": (_without("model.precision", "float16"),),
-    "checkpoints of Megatron to begin with": _keys("model.pretrained_checkpoint", neutral=one_of({}, None)),
+    "checkpoints of Megatron to begin with": _keys(
+        "model.pretrained_checkpoint", neutral=lambda section: not section or not section.get("path")
+    ),
     "Megatron's own FSDP": _keys(f"{_DDP_OF_MODEL}.use_custom_fsdp"),
     "overrides of Megatron's model": _keys(f"{_MEGATRON}.model_overrides", neutral=one_of({}, None)),
+    "other kinds of Muon": (
+        *_keys("muon_split_qkv", under=f"{_MEGATRON}.optimizer", neutral=one_of(True, None)),
+        *_keys("muon_coefficient_type", under=f"{_MEGATRON}.optimizer", neutral=one_of("quintic", None)),
+        *_keys("muon_scalar_optimizer", under=f"{_MEGATRON}.optimizer", neutral=one_of("adam", None)),
+    ),
     "losses averaged over micro-batches or ranks": _of_losses(_is_true, one_of(False, None)),
-    "layers that FP8 training keeps in bfloat16": (
-        *_keys("first_last_layers_bf16", under=_MEGATRON),
-        *_keys("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", under=_MEGATRON, neutral=one_of(None, 0)),
+    "layers that FP8 training keeps in bfloat16": tuple(
+        Foreign(f"{section}.{key}", neutral)
+        for section in _OF_FP8
+        for key, neutral in zip(_BFLOAT16_LAYERS, (_nothing, one_of(None, 0), one_of(None, 0)), strict=True)
     ),
     "engines in MXFP8": _keys("is_mx", under=_VLLM),
     "an HTTP server of Megatron's workers": _keys(
@@ -580,6 +617,7 @@ SINCE = {
     "masks by logprob error in PPO": "main after v0.7",
     "overrides of Megatron's model": "main after v0.7",
     "engines in MXFP8": "main after v0.7",
+    "other estimators of advantages": "main after v0.7",
     "this sampler of the single controller": "main after v0.7",
 }
 """Feature -> the first version of NeMo RL that has it, where it is known."""
@@ -598,6 +636,7 @@ DECIDES = {
     "engines of TensorRT-LLM and Dynamo": ("policy.generation",),
     "drafts of EAGLE before version 3": ("policy.generation.vllm_kwargs",),
     "several data loaders": ("data",),
+    "asynchronous PPO": ("ppo",),
 }
 """Feature -> sections that mean something else with it: their problems are not reported."""
 
@@ -616,10 +655,7 @@ USED = {
     f"{_VLLM}.http_server_serving_chat_kwargs": "vllm_cfg.expose_http_server",
     f"{_VLLM}.tool_parser_plugin": "vllm_cfg.expose_http_server",
     f"{_VLLM}.reasoning_parser_plugin": "vllm_cfg.expose_http_server",
-    **{
-        f"{_MEGATRON}.{key}": "megatron_cfg.fp8_cfg.enabled"
-        for key in ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    },
+    **{f"{section}.{key}": "megatron_cfg.fp8_cfg.enabled" for section in _OF_FP8 for key in _BFLOAT16_LAYERS},
     **{f"model.quant_{key}": "quant_cfg" for key in ("batch_size", "calib_data", "sequence_length", "calib_size")},
     "model.disable_modelopt_layer_spec": "quant_cfg",
 }

@@ -120,11 +120,12 @@ class Translator:
             for _, path in places(pattern, values):
                 new = (*path[: -1 - levels], path[-1])
                 self._move(path, new, f"{dotted(new)} today")
-        for pattern in table.NULL_IS_THE_DEFAULT:
+        nulls = {pattern: "null means the default" for pattern in table.NULL_IS_THE_DEFAULT}
+        for pattern, text in {**nulls, "env.*": "null: there is none"}.items():
             for _, path in places(pattern, values):
                 if self.tree.get(path) is None:
                     self.tree.delete(path)
-                    self.remark(path, "null means the default")
+                    self.remark(path, text)
         for pattern in table.NULL_IS_OFF:
             for _, path in places(pattern, values):
                 if self.tree.get(path) is None:
@@ -266,6 +267,7 @@ class Translator:
             for section, path in places(pattern, values)
             if not self._holds(condition, section)
         ]
+        self._arguments_of_classes(keys)
         unbounded = [self._without_threshold(at, path) for at, path in places("loop.stop_at_validation_metric", values)]
         is_translated = bool(self.remarks)
         self._translate_values(table.VALUES, off)
@@ -320,6 +322,19 @@ class Translator:
             while (path := path[:-1]) in self.tree and dotted(path) not in keys and self.tree.get(path) == {}:
                 self.tree.delete(path)
         return problems
+
+    def _arguments_of_classes(self, keys: Collection[str]) -> None:
+        """Keys of a dataset that a class by its dotted path has, and this library has not, become its `kwargs`."""
+        for section, path in places("dataset.dataset_name", self.tree.values):
+            if not re.fullmatch(table.CLASS_BY_PATH, str(self.tree.get(path))):
+                continue
+            for key in list(self.tree.get(section)):
+                place = (*section, key)
+                names = dotted(part for part in place if isinstance(part, str))
+                if names not in keys and not self.is_known(place):
+                    self._put((*section, "kwargs"), {**self.tree.get((*section, "kwargs")), key: self.tree.get(place)})
+                    self.tree.delete(place)
+                    self.remark(place, "an argument of the class: a key of kwargs today")
 
     def _without_threshold(self, section: KeyPath, path: KeyPath) -> Problem | None:
         """The problem of a metric that would end the run at no value; the metric is taken out then."""

@@ -227,7 +227,7 @@ class ExampleTableConfig(TableConfig):
 
     name: str | None = None
     """Name of a validation set in metrics (`validation-<name>`); null: `default`, or the dataset's own when there are
-    several."""
+    several, or rows of the training data set aside."""
 
     system_prompt: str | None = None
     """System prompt of conversations that have none, as text; excludes `system_prompt_file`."""
@@ -355,7 +355,7 @@ class ExampleSection[D: ExampleTableConfig](DataSection):
         if isinstance(self.validation, Mapping):
             return list(self.validation.items())
         sets = self.validation or []
-        if len(sets) == 1:
+        if len(sets) == 1 and not self.sets_aside:
             return [(sets[0].name or DEFAULT_VALIDATION_SET, sets[0])]
         # `squad` of dataset_name `squad`, `dev` of data_path `/data/dev.jsonl`, `name` of `owner/name`
         paths = [Path(dataset.data_path or str(dataset.dataset_name)) for dataset in sets]
@@ -364,7 +364,12 @@ class ExampleSection[D: ExampleTableConfig](DataSection):
 
     @property
     def has_validation(self) -> bool:
-        return bool(self.validation_sets) or any(dataset.split_validation_size > 0 for dataset in self.train)
+        return bool(self.validation_sets) or self.sets_aside
+
+    @property
+    def sets_aside(self) -> bool:
+        """Whether rows of the training data are a validation set, which is called `default`."""
+        return any(dataset.split_validation_size > 0 for dataset in self.train)
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if len({dataset.streaming for dataset in self.train}) > 1:
@@ -373,7 +378,7 @@ class ExampleSection[D: ExampleTableConfig](DataSection):
             fix = remedy("{section}.custom_dataloader=null")
             yield "custom_dataloader", f"streamed rows have an order of their own; {fix}"
         names = [name for name, _ in self.validation_sets]
-        if any(dataset.split_validation_size > 0 for dataset in self.train):
+        if self.sets_aside:
             names.append(DEFAULT_VALIDATION_SET)
         if twice := ", ".join(sorted({name for name in names if names.count(name) > 1})):
             yield "validation", f"has more than one set called {twice}: give each a name of its own (name: ...)"

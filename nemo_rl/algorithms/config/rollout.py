@@ -543,7 +543,7 @@ class RolloutMasterConfig(RunConfig):
             # Pipeline stages alone may be on different nodes, and of engines on devices of their own.
             fix = remedy(fits, *([self.devices_apart] if wide <= per_node else []))
             text = f"an engine of {text} spans nodes of {per_node} {kind}, and it must fit one"
-            yield key, f"not supported yet: {text}; {fix}"
+            yield key, f"not supported yet: {text}; {fix} (engines over nodes)"
         elif size > per_node and per_node % wide:
             works = divisors(per_node, near=wide)
             yield (

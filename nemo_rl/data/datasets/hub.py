@@ -42,7 +42,7 @@ from nemo_rl.data.datasets.files import (
     require_used_keys,
     text_or_value,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.data.interfaces import IndexedRows, Row, Rows, StreamedTable
 from nemo_rl.distributed.own_python import python_of
 from nemo_rl.utils.tables import FORMATS, is_file, load_table
 from nemo_rl.utils.task_formats import one_text
@@ -189,6 +189,7 @@ class HubExamples(HubTable):
     columns: tuple[str, ...]
     convert: Callable[[Row], Row]
     preferences: bool = False
+    is_ordered: bool = False  # alike rows stand together: `max_samples` of them are drawn by the seed
 
     def load(self, cfg: TableConfig) -> Rows | StreamedTable:
         in_pairs = isinstance(cfg, PreferenceDatasetConfig)
@@ -196,7 +197,11 @@ class HubExamples(HubTable):
             raise ValueError(f"dataset {cfg.dataset_name!r} holds no preferences")
         require_used_keys(cfg, (), "the dataset has columns of its own")
         convert = self.convert if in_pairs == self.preferences else partial(preferred_row, convert=self.convert)
-        return converted(undecoded(self.table(cfg, self.columns), self.columns[0]), convert)
+        rows = converted(undecoded(self.table(cfg, self.columns), self.columns[0]), convert)
+        if self.is_ordered and cfg.max_samples is not None and not isinstance(rows, StreamedTable):
+            order = np.random.default_rng(cfg.seed).permutation(len(rows))
+            return IndexedRows(rows, order[: cfg.max_samples].tolist())
+        return rows
 
 
 class _PictureOptions(StrictModel):
@@ -556,7 +561,11 @@ HUB_SETS: dict[str, HubProblems | HubExamples | RefCoco] = {
     "squad": HubExamples(path="rajpurkar/squad", columns=("context", "question", "answers"), convert=squad_row),
     "tulu3_sft_mixture": HubExamples(path="allenai/tulu-3-sft-mixture", columns=("messages",), convert=chat_row),
     "Nemotron-Cascade-2-SFT-Math": HubExamples(
-        path="nvidia/Nemotron-Cascade-2-SFT-Data", subsets=("math",), columns=("messages",), convert=chat_row
+        path="nvidia/Nemotron-Cascade-2-SFT-Data",
+        subsets=("math",),
+        columns=("messages",),
+        convert=chat_row,
+        is_ordered=True,
     ),
     "HelpSteer3": HubExamples(
         path="nvidia/HelpSteer3",

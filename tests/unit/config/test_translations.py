@@ -157,6 +157,21 @@ policy: {generation: {ENGINE: {env_vars: {X: 1.5}}, colocated: {resources: null}
 logger: {wandb: null, gpu_monitoring: null} & grpo: {reward_shaping: null, adv_estimator: null} & loss_fn: null
     -> {grpo.reward_shaping.enabled: false, loss_fn.ratio_clip_min: 0.2}
 grpo: {async_grpo: null} -> {grpo.async_grpo.enabled: false}
+grpo: {val_start_at: 100, advantage_clip_low: -20, advantage_clip_high: 20, max_num_epochs: -1}
+    -> {grpo.val_start_at: 100, grpo.advantage_clip_low: -20, grpo.advantage_clip_high: 20, grpo.max_num_epochs: MANY}
+checkpointing: {ft_save_period: 1, ft_keep_latest_k: 1, checkpoint_must_save_by: "00:28:30:00"}
+    -> {checkpointing.ft_save_period: 1, checkpointing.ft_keep_latest_k: 1}
+policy: {generation: {val_temperature: null, val_top_p: 0.9, temperature: 0.5, top_p: null}}
+    -> {policy.generation.val_temperature: 0.5, policy.generation.val_top_p: 0.9, policy.generation.top_p: 1.0}
+env: {code: null} & policy: {pretrained_checkpoint: {path: null, format: a}} -> {policy.max_grad_norm: 1.0}
+MEGATRON, attention_backend: null, fp8_cfg: {enabled: false, num_layers_at_end_in_bf16: 1}}}
+    -> {CFG.attention_backend: auto}
+MEGATRON}, draft: {enabled: true, aux_layer_indices: [1], model_name: a}, generation: {vllm_kwargs: {GUESSES}}}
+    -> {policy.draft.enabled: false}
+MEGATRON, optimizer: {optimizer: muon, MUON, use_distributed_optimizer: false}}}
+    -> {CFG.optimizer.muon_nesterov: true, CFG.optimizer.muon_extra_scale_factor: 0.2}
+loss_fn: {use_kl_in_reward: true, use_on_policy_kl_approximation: true, reference_policy_kl_penalty: 0.1} & PLUS_PLUS
+    -> {loss_fn.use_on_policy_kl_approximation: false}
 policy: {scheduler: [{name: torch.optim.lr_scheduler.ConstantLR}, {milestones: []}]} -> {policy.max_grad_norm: 1.0}
 MEGATRON, optimizer: {params_dtype: bfloat16}}} -> {CFG.optimizer.params_dtype: float32}
 MEGATRON, freeze_moe_router: true, moe_router_bias_update_rate: 0.001}}
@@ -193,6 +208,10 @@ SHORT = {
     "ENGINE": "vllm_cfg",
     "STOP": "grpo.early_stopping",
     "ASYNC": "grpo.async_grpo",
+    "GUESSES": "speculative_config: {method: eagle3, model: a, num_speculative_tokens: 3}",
+    "MUON": "muon_use_nesterov: true, muon_extra_scale_factor: 0.2, muon_tp_mode: blockwise, muon_split_qkv: true",
+    "MANY": "1000000",
+    "PLUS_PLUS": "grpo: {adv_estimator: {name: reinforce_plus_plus, std: group}}",
     "ONE_GPU": "cluster: {gpus_per_node: 1}",
     "APART": "loss_fn: {use_importance_sampling_correction: true} & cluster: {gpus_per_node: 2} & "
     "policy: {generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}}",
@@ -246,6 +265,10 @@ ROWS = """
     -> [{dataset_name: arrow_text, data_path: a.jsonl, kwargs: {text_key: t, characters_per_sample: 9}}, {data_path: b}]
 {train: {dataset_name: NuminaMath-1.5, verifiable_only: false, require_valid: true}, validation: {dataset_name: squad}}
     -> [{dataset_name: NuminaMath-1.5, kwargs: {verifiable_only: false, require_valid: true}}, {dataset_name: squad}]
+{train: {dataset_name: my.module.Rows, size: 3}, validation: [{dataset_name: squad}]}
+    -> [{dataset_name: my.module.Rows, kwargs: {size: 3}}, {dataset_name: squad}]
+{train: [{dataset_name: Nemotron-Cascade-2-SFT-Math}], validation: {dataset_name: squad}, add_system_prompt: null}
+    -> [{dataset_name: Nemotron-Cascade-2-SFT-Math, split_validation_size: 0.05}, {dataset_name: squad}]
 {dataset_name: squad, seed: null} -> [{dataset_name: squad, seed: 42}, {dataset_name: squad}]
 {dataset_name: HelpSteer3, env_name: null}
     -> [{dataset_name: HelpSteer3}, {dataset_name: HelpSteer3, split: validation}]
@@ -333,7 +356,9 @@ async_rl: {sampler: {name: custom, target: "m:C"}} -> this sampler of the single
 reward_penalties: {penalize_empty_final_answer: true, token_ids: null}
     -> penalties for malformed answers, NeMo RL v0.7
 grpo: {invalid_tool_call_advantage: -5.0} -> penalties for malformed answers, NeMo RL v0.7
-grpo: {adv_estimator: {name: raw_reward}} -> other estimators of advantages
+grpo: {adv_estimator: {name: raw_reward}} -> other estimators of advantages, NeMo RL MAIN
+on_policy_distillation: {enabled: true} & grpo: {adv_estimator: {name: opd}} -> teachers inside GRPO, NeMo RL v0.7
+MEGATRON, optimizer: {muon_split_qkv: false}}} -> other kinds of Muon
 MEGATRON, do_not_average_loss: false}} -> losses averaged over micro-batches or ranks
 MEGATRON, first_last_layers_bf16: true, fp8_cfg: {enabled: true}}}
     -> layers that FP8 training keeps in bfloat16
@@ -405,6 +430,9 @@ reward_penalties: {penalize_unwanted_tokens: false, token_ids: {unwanted: [2]}} 
 grpo: {num_val_generations_per_prompt: 4} -> no version of NeMo RL reads it
 grpo: {penalize_invalid_tool_call: true, penalize_malformed_thinking: false} -> no version of NeMo RL reads it
 env: {should_mask_flagged_samples: true} -> it belongs to rollouts by NeMo-Gym
+policy: {generation: {trtllm_cfg: {a: 1}, dynamo_cfg: {mode: a}}} -> policy.generation.dynamo_cfg: has no effect
+policy: {debug_payload_metrics: true} & data_plane: {debug_payload_metrics: true} -> it only monitors
+loss_fn: {do_not_average_loss: true} & policy: {cp_normalize: true} -> sums divided by global counts
 grpo: {deduplicate_multimodal_data: true} -> it tunes NVIDIA's implementation
 data: {deduplicate_multimodal_data: false, debug_payload_metrics: false} -> asks for nothing at this value
 policy: {generation: {cap_max_tokens_to_context: true}} -> completions always end where the context does

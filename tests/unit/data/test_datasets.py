@@ -184,6 +184,12 @@ def test_a_local_copy_of_named_conversations(write):
     name = "Nemotron-Cascade-2-SFT-Math"
     (read,) = load_rows(dataset(dataset_name=name, data_path=write([{"messages": said}])))[0]
     assert read["messages"] == said
+    rows = write([{"messages": [user(str(number))]} for number in range(40)])
+    drawn = load_rows(dataset(dataset_name=name, data_path=rows, max_samples=5))[0]
+    numbers = [int(row["messages"][0]["content"]) for row in drawn]
+    assert len(set(numbers)) == 5 and max(numbers) > 4, (
+        "rows of one kind stand together, so the first ones are no sample"
+    )
 
 
 def test_numina_math_is_what_can_be_verified(write):

@@ -19,19 +19,22 @@ env: {math: {}}
 FILES = {
     "base.yaml": BASE,
     "refused.yaml": "defaults: base.yaml\npolicy: {quant_cfg: NVFP4}\n",
+    "wide.yaml": "defaults: base.yaml\ncluster: {gpus_per_node: 2, num_nodes: 2}\n"
+    "policy: {generation: {vllm_cfg: {tensor_parallel_size: 4}}}\n",
     "nowhere.yaml": "defaults: base.yaml\n"
     "data: {default: {prompt_file: nowhere.txt}, train: {dataset_name: nowhere}}\n",
     "part.yml": "a: 1\n",
 }
 SAID = """\
-3 configurations of runs; 1 files are parts of others
+4 configurations of runs; 1 files are parts of others
   part.yml
 2 load, 2 of them with remarks
-1 are refused for features that are missing here
+2 are refused for features that are missing here
      1 quantisation-aware training, NeMo RL v0.7
+     1 engines over nodes
 1 load, and their runs would stop
   nowhere.yaml: data.default.prompt_file: prompt_file 'nowhere.txt' does not exist
-  nowhere.yaml: data.train.0.dataset_name: unknown dataset 'nowhere'
+  nowhere.yaml: data.train.dataset_name: unknown dataset 'nowhere'
 0 are unclear"""
 
 

@@ -54,11 +54,17 @@ class MegatronOptimizerConfig(StrictModel):
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon."""
 
+    muon_nesterov: bool = False
+    """Nesterov's momentum in Muon: the update looks one gradient ahead."""
+
     muon_num_ns_steps: int = Field(default=5, ge=1)
     """Newton-Schulz steps of Muon."""
 
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """How Muon scales an orthogonalised update by the shape of its matrix."""
+
+    muon_extra_scale_factor: float = Field(default=1.0, gt=0)
+    """Further factor of that scale: with 0.2 and `spectral`, Muon's updates are as large as Adam's."""
 
     use_distributed_optimizer: bool | None = None
     """Shard the optimizer state over data-parallel ranks; null: with adam, the one that can."""

@@ -32,7 +32,8 @@ _MOMENT_DTYPES = {**DTYPES, "uint8": torch.uint8}  # uint8: FP8 with one scale p
 
 _SAME_KEYS = {
     "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "muon_momentum", "muon_num_ns_steps",
-    "muon_scale_mode", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction",
+    "muon_scale_mode", "muon_nesterov", "muon_extra_scale_factor", "use_precision_aware_optimizer",
+    "optimizer_cpu_offload", "optimizer_offload_fraction",
 }  # fmt: skip
 """Keys that `policy.megatron_cfg.optimizer` and Megatron have in common."""
 
@@ -302,6 +303,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
         self.momentum, self.num_steps, self.qkv_rows = config.muon_momentum, config.muon_num_ns_steps, qkv_rows
         self.scale_mode: ScaleMode = config.muon_scale_mode  # pyright: ignore[reportAttributeAccessIssue]
+        self.is_nesterov, self.extra_scale = config.muon_nesterov, config.muon_extra_scale_factor
         self.tensor_group, self.expert_group = tensor_group, expert_group
 
     @torch.no_grad()
@@ -313,9 +315,10 @@ class Muon(torch.optim.Optimizer):
                     continue
                 average = momentum_of(self, parameter)
                 average.lerp_(parameter.grad, 1 - self.momentum)
-                update = self._update(average, parameter, shared_by, is_fused=group.get("split_qkv", False))
+                momentum = parameter.grad.lerp(average, self.momentum) if self.is_nesterov else average
+                update = self._update(momentum, parameter, shared_by, is_fused=group.get("split_qkv", False))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * self.extra_scale)
 
     def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup, *, is_fused: bool) -> torch.Tensor:
         """This rank's shard of the whole matrix's update. Collective if `group` shares the matrix."""
