@@ -120,7 +120,7 @@ class Translator:
             for _, path in places(pattern, values):
                 new = (*path[: -1 - levels], path[-1])
                 self._move(path, new, f"{dotted(new)} today")
-        nulls = {pattern: "null means the default" for pattern in table.NULL_IS_THE_DEFAULT}
+        nulls = dict.fromkeys(table.NULL_IS_THE_DEFAULT, "null means the default")
         for pattern, text in {**nulls, "env.*": "null: there is none"}.items():
             for _, path in places(pattern, values):
                 if self.tree.get(path) is None:
