@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from nemo_rl.config.errors import ConfigError, KeyPath, as_yaml
 from nemo_rl.config.loader import Slot, fill_defaults, known_keys, load_config, resolve, sections
 from nemo_rl.config.sources import PARENTS_KEY, REPLACE_KEY, SourcedTree, load_parents
-from nemo_rl.config.translator import Translator
+from nemo_rl.config.translator import TRANSLATED, Translator
 from nemo_rl.utils.registry import import_object
 
 _ALGORITHMS = "nemo_rl.algorithms.config"
@@ -145,16 +145,20 @@ def today(model: type[BaseModel], tree: SourcedTree) -> tuple[SourcedTree, Trans
 
 
 def _repeat(before: Any, after: Any, path: KeyPath, translator: Translator, result: SourcedTree) -> None:
-    """Make the changes from `before` to `after` in `result` too."""
-    for key in list(before) if isinstance(before, dict) else range(len(before)):
+    """Make the changes from `before` to `after` in `result` too; then they are this file's, whoever said the key."""
+    for key in (
+        [*before, *(key for key in after if key not in before)] if isinstance(before, dict) else range(len(before))
+    ):
         below = (*path, key)
         if isinstance(before, dict) and key not in after:
             if below in result:
                 result.delete(below)
+        elif isinstance(before, dict) and key not in before:
+            result.put(below, after[key], TRANSLATED)
         elif _same_kind(before[key], after[key]):
             _repeat(before[key], after[key], below, translator, result)
         elif before[key] != after[key]:
-            result.put(below, after[key], translator.place(below))
+            result.put(below, after[key], TRANSLATED)
 
 
 def _same_kind(before: Any, after: Any) -> bool:
@@ -192,6 +196,19 @@ def _differing(own: dict[str, Any], base: SourcedTree, path: KeyPath, places: se
     return found
 
 
+def _add_differences(wanted: dict[str, Any], meant: Any, got: Any) -> None:
+    """Add the values of `meant` that `got` has otherwise: defaults that a parent of the file says otherwise."""
+    for key, value in meant.items():
+        other = got.get(key)
+        if isinstance(value, dict) and isinstance(other, dict) and isinstance(wanted.get(key, {}), dict):
+            if value != other:
+                _add_differences(wanted.setdefault(key, {}), value, other)
+        elif isinstance(value, list) and len(value) == 1 and isinstance(wanted.get(key), dict) and value != other:
+            _add_differences(wanted[key], value[0], other[0])  # one dataset, which is no list in the file
+        elif value != other:
+            wanted[key] = value
+
+
 def _absolute(value: Any, path: KeyPath) -> Any:
     """A value with relative interpolations made absolute."""
     if not isinstance(value, str):
@@ -216,18 +233,30 @@ def convert(path: Path) -> str:
     found = (path for path, _, _ in sections(Slot.of(model), result.values))
     places = {path[:end] for path in found for end in range(len(path) + 1)}
     wanted = _differing(_own(result, result.values, (), str(path)), base, (), places)
+    for name, section in values.items():
+        if isinstance(section, dict) and section.get(REPLACE_KEY) and name in wanted:
+            wanted[name] = {REPLACE_KEY: True, **wanted[name]}
+    for _ in range(2):
+        converted = _written(text, values, translator, wanted)
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=path.parent, encoding="utf-8") as file:
+            file.write(converted)
+            file.flush()
+            again = load_config(model, file.name)
+        if again == loaded:
+            return converted
+        _add_differences(wanted, loaded.model_dump(), again.model_dump())
+    raise AssertionError("the converted file means something else")
+
+
+def _written(text: str, values: dict[str, Any], translator: Translator, wanted: dict[str, Any]) -> str:
+    """The text of a file with the keys and values that are wanted, in the places of those it has."""
     node, lines = yaml.compose(text), text.splitlines()
     assert isinstance(node, yaml.MappingNode)
     first = node.value[0][0].start_mark.line
-    entries = parsed(node, values, lines, len(lines), [])
+    entries = parsed(node, copy.deepcopy(values), lines, len(lines), [])
     for old, new in translator.moves.items():
         moved(entries, old, new)
-    converted = [*lines[:first], *(line for entry in agreed(entries, wanted) for line in entry.text())]
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=path.parent, encoding="utf-8") as file:
-        file.write("\n".join(converted) + "\n")
-        file.flush()
-        assert load_config(model, file.name) == loaded, "the converted file means something else"
-    return "\n".join(converted) + "\n"
+    return "\n".join([*lines[:first], *(line for entry in agreed(entries, wanted) for line in entry.text())]) + "\n"
 
 
 def main(argv: list[str]) -> int:

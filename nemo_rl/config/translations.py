@@ -238,6 +238,7 @@ VALUES_OF_THEIRS: Rules = {
     f"policy.generation.{_SPECULATION}.model -> false": (
         "false: a draft is not trained beside Megatron; it guesses as its files have it, which changes no distribution"
     ),
+    "dataset.split: dataset_name=openai_format and split != null -> null": "null: such a file is read whole",
     "loss_fn.use_on_policy_kl_approximation: loss_fn.use_kl_in_reward and loss_fn.use_on_policy_kl_approximation "
     "-> false": "false: it weights the KL of the loss, and the KL is in the reward",
     "grpo.batch_multiplier: grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling -> 1.0": (

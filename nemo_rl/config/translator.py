@@ -20,7 +20,7 @@ from nemo_rl.config.rules import Rules, filled, holds, value_of
 from nemo_rl.config.sources import SourcedTree, walk
 
 NUM_SHOWN = 3  # keys of a missing feature in its message
-_TRANSLATED = Location("NeMo RL's form")
+TRANSLATED = Location("NeMo RL's form")
 
 
 def _split(pattern: str) -> list[tuple[list[str], list[str]]]:
@@ -174,7 +174,7 @@ class Translator:
 
     def place(self, path: KeyPath) -> Location:
         """The place of the key, or of a section around it."""
-        return self.tree.location(path) or _TRANSLATED
+        return self.tree.location(path) or TRANSLATED
 
     def _put(self, path: KeyPath, value: Any) -> None:
         self.tree.put(path, value, self.place(path))

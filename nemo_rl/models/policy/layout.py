@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_rl.config.rules import divisors, value_of
+from nemo_rl.config.rules import divisors, remedy, value_of
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig
@@ -209,6 +209,7 @@ def _not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
 
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+STAGES, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 
 
 def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:
@@ -241,30 +242,37 @@ def _layers_per_rank(config: MegatronConfig, num_layers: int) -> list[int]:
     given = {name: count for name, count in ends.items() if count is not None}
     key = f"{config.key('pipeline_model_parallel_size')}={size}"
     if size > num_layers:
-        raise ValueError(f"{key}: the model has {num_layers} layers; use at most that")
+        raise ValueError(f"{key}: the model has {num_layers} layers; {_what_would(config, num_layers)}")
     others, left = size - len(given), num_layers - sum(given.values())
     if not given and left % size:
-        raise ValueError(f"{key} does not divide the {num_layers} layers of the model; {_what_would(size, num_layers)}")
+        would = _what_would(config, num_layers)
+        raise ValueError(f"{key} does not divide the {num_layers} layers of the model; {would}")
     if left != 0 if others == 0 else (left < others or left % others):
         rest = f"leaves {left} of the model's {num_layers} layers to {others} other stage(s), which share them evenly"
         if others == 0:
             rest = f"holds {num_layers - left} of the {num_layers} layers of the model"
         uneven = " and ".join(f"{name}={count}" for name, count in given.items())
-        raise ValueError(f"{key} with {uneven} {rest}; {_what_would(size, num_layers)}")
+        raise ValueError(f"{key} with {uneven} {rest}; {_what_would(config, num_layers)}")
     per_rank = [left // others if others else 0] * size
     per_rank[0] = given.get(FIRST, per_rank[0])
     per_rank[-1] = given.get(LAST, per_rank[-1])
     return per_rank
 
 
-def _what_would(size: int, num_layers: int) -> str:
-    """Numbers of stages that would be even, and the most even uneven stages of `size`."""
-    even = f"even stages: pipeline_model_parallel_size of {divisors(num_layers)}"
-    if size < 2 or num_layers % size == 0:
-        return f"{even}, with both stage sizes null"
-    # The middle stages hold m layers each and the two ends the rest, none of them more than m if possible.
-    middle = -(-num_layers // size)
-    if num_layers - middle * (size - 2) < 2:
-        middle -= 1
-    ends = num_layers - middle * (size - 2)
-    return f"{even}; uneven ones: {FIRST}={ends // 2} and {LAST}={ends - ends // 2}"
+def _what_would(config: MegatronConfig, num_layers: int) -> str:
+    """The remedies: the most even uneven stages, if there are any, or so many stages as are even and divide the ranks
+    as the present ones do."""
+    size = config.pipeline_model_parallel_size
+    even = math.gcd(size, num_layers)
+    pieces_fit = even > 1 and num_layers // even % config.stages_per_rank == 0
+    away = {name: getattr(config, name) for name in (FIRST, LAST, *([] if pieces_fit else [VIRTUAL]))}
+    keys = {**{name: "null" for name, value in away.items() if value is not None}, STAGES: even}
+    ways = [keys] if size > 1 else []
+    if 2 <= size < num_layers and num_layers % size:
+        # The middle stages hold m layers each and the two ends the rest, none of them more than m if possible.
+        middle = -(-num_layers // size)
+        if num_layers - middle * (size - 2) < 2:
+            middle -= 1
+        ends = num_layers - middle * (size - 2)
+        ways.insert(0, {FIRST: ends // 2, LAST: ends - ends // 2})
+    return remedy(*(" and ".join(f"{config.key(name)}={value}" for name, value in way.items()) for way in ways))

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
+from nemo_rl.config.errors import Problem
 from nemo_rl.config.loader import build_config
 from nemo_rl.config.rules import StrictModel
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.dtensor.checks import check_policy
+from nemo_rl.models.policy.megatron.checks import check_megatron_layout
 from tests.tables import lines
-from tests.unit.config.run_configs import MASTERS, MEGATRON, MINIMAL, misleading, problems_of_run
+from tests.unit.config.run_configs import MASTERS, MEGATRON, MINIMAL, misleading, problems_of_run, ways_out
 from tests.unit.config.test_rules import sections_of
+from tests.unit.policy.megatron.hf_models import FAMILIES
+from tests.unit.policy.models import SHAPE
 
 # The smallest run of every kind, with every section that has rules.
 POLICY = {"model_name": "m", "train_global_batch_size": 8}
@@ -197,8 +204,8 @@ distillation @teacher -> @.reward_model_cfg.enabled=true
 sft @ -> policy.reward_model_cfg.enabled=true
 sft @ -> data.max_input_seq_length=600
 sft @ -> policy.router_replay.enabled=true & MEGATRON
-sft @data.train.0 -> data.train={dataset_name: squad, streaming: true, max_samples: 5}
-sft @data.train.0 -> data.train={dataset_name: squad, streaming: true, repeat: 2}
+sft @data.train -> data.train={dataset_name: squad, streaming: true, max_samples: 5}
+sft @data.train -> data.train={dataset_name: squad, streaming: true, repeat: 2}
 dpo @dpo -> @.preference_loss=robust
 dpo @dpo -> @.preference_loss=ipo & @.label_smoothing=0.1
 dpo @dpo -> @.reference_policy_kl_penalty=0
@@ -292,3 +299,90 @@ def test_words_of_a_remedy_name_no_value() -> None:
             for owner in type(section).__mro__:
                 for message in vars(owner).get("rules", {}).values():
                     assert not re.search(r"; .*(\w=\w|set it to)", message), f"a remedy that is no data: {message!r}"
+
+
+# -- Remedies of checks that see the model. A line: its type, and what it cannot do.
+OF_MODELS = """
+llama -> M.pipeline_model_parallel_size=4
+llama -> M.pipeline_model_parallel_size=4 & M.virtual_pipeline_model_parallel_size=2
+llama -> M.pipeline_model_parallel_size=2 & M.virtual_pipeline_model_parallel_size=2
+llama -> M.pipeline_model_parallel_size=2 & M.num_layers_in_first_pipeline_stage=2
+llama -> D.pipeline_parallel_size=4
+llama -> D.pipeline_parallel_size=2 & D.pipeline={schedule:interleaved_1f1b,stages_per_rank:2}
+gemma2 -> policy.padding_free=true
+gemma2 -> policy.sequence_packing.enabled=true
+gemma2 -> D.context_parallel_size=2
+llama -> M.tensor_model_parallel_size=8
+llama -> M.tensor_model_parallel_size=8 & M.sequence_parallel=true
+llama -> M.expert_model_parallel_size=2
+llama -> M.moe_router_load_balancing_type=aux_loss
+llama -> M.moe_per_layer_logging=true
+llama -> M.recompute_modules=[core_attn,mla_up_proj] & SELECTIVE
+llama -> M.recompute_modules=[moe] & SELECTIVE
+llama -> MEGATRON & policy.router_replay.enabled=true
+llama -> M.peft.enabled=true & M.peft.dim=1000
+qwen3_moe -> M.expert_model_parallel_size=8
+qwen3_moe -> M.expert_tensor_parallel_size=16 & cluster.gpus_per_node=16
+qwen3_moe -> M.tensor_model_parallel_size=2
+qwen3_moe -> M.moe_router_bias_update_rate=0.001 & M.freeze_moe_router=false
+qwen3_moe -> M.moe_shared_expert_overlap=true
+qwen3_moe -> M.peft.enabled=true & M.freeze_moe_router=false
+qwen3_moe -> M.peft.enabled=true & M.peft.target_modules=['*.linear_fc1']
+deepseek_v3 -> M.peft.enabled=true & M.moe_shared_expert_overlap=true
+gpt_oss -> M.expert_tensor_parallel_size=2
+qwen3_next -> M.context_parallel_size=2
+qwen3_next -> MEGATRON & policy.generation.backend=megatron
+gemma3_text -> M.bias_activation_fusion=true
+llama -> MEGATRON & policy.hf_config_overrides={rope_parameters:{rope_theta:1.0,rope_type:dynamic,factor:2.0}}
+llama -> D.tensor_parallel_size=8
+llama -> D.tensor_parallel_size=8 & D.sequence_parallel=true
+llama -> D.expert_parallel_size=2
+llama -> D.lora_cfg.enabled=true & D.lora_cfg.dim=1000
+qwen2 -> D.pipeline_parallel_size=2
+qwen2 -> D.pipeline_parallel_size=2 & D.pipeline={schedule:interleaved_1f1b,stages_per_rank:2}
+qwen3_moe -> D.expert_parallel_size=8
+qwen3_next -> D.context_parallel_size=2
+qwen3_next -> policy.generation.backend=hf
+gpt_oss -> D.expert_parallel_size=2
+"""
+OF_BACKENDS = {
+    "SELECTIVE": "policy.megatron_cfg.activation_checkpointing=true & "
+    "policy.megatron_cfg.recompute_granularity=selective",
+    r"M\.(?=\w)": "policy.megatron_cfg.",
+    r"D\.(?=\w)": "policy.dtensor_cfg.",
+}
+
+
+def refused(policy: PolicyConfig, model: Any) -> str | None:
+    """The message of the check that a run makes of its model; None if it trains."""
+    model.update(policy.hf_config_overrides)
+    try:
+        if policy.megatron_cfg.enabled:
+            check_megatron_layout(policy, model)
+        else:
+            check_policy(policy, model, "")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("kind", "text"), lines(OF_MODELS))
+def test_each_way_out_of_what_a_model_cannot_do(kind: str, text: str) -> None:
+    is_megatron = "M." in text or "MEGATRON" in text
+    for word, whole in OF_BACKENDS.items():
+        text = re.sub(rf"\b{word}", whole, text)
+    asked = [f"++{way}" for way in text.replace("MEGATRON & ", "").split(" & ")]
+    overrides = ["++cluster.gpus_per_node=8", *(f"++{way}" for way in MEGATRON if is_megatron), *asked]
+
+    def message(more: list[str]) -> str | None:
+        policy = build_config(MASTERS["grpo"], BASES["grpo"], [*overrides, *more]).policy
+        return refused(policy, AutoConfig.for_model(kind, **SHAPE | FAMILIES.get(kind, {})))
+
+    said = message([])
+    assert said is not None, "it trains"
+    key = re.match(r"[\w.]+", said)
+    assert key is not None
+    ways = ways_out(Problem(tuple(key[0].split(".")), said))
+    assert ways, f"no way out that is data: {said}"
+    for way in ways:
+        assert message([f"++{one}" for one in way]) is None, f"{said}\n  {way}"

@@ -126,7 +126,7 @@ def test_weights_of_another_number_of_experts_are_refused(tmp_path: Path) -> Non
 def test_experts_that_cannot_be_spread_are_refused_before_anything_is_loaded(models: Models) -> None:
     """tests/functional/test_bad_input.py has a dense model."""
     for family in FAMILIES:
-        with pytest.raises(ValueError, match=r"expert_parallel_size=3 does not divide the 4 experts.*: 1, 2, 4$"):
-            moe.check_experts(AutoConfig.from_pretrained(models[family]), DTensorConfig(expert_parallel_size=3))
+        with pytest.raises(ValueError, match=r"expert_parallel_size=8 does not divide the 4 experts.*: 1, 2, 4$"):
+            moe.check_experts(AutoConfig.from_pretrained(models[family]), DTensorConfig(expert_parallel_size=8))
     with pytest.raises(ValueError, match=r"experts of 'gpt_oss' are not laid out as"):
         moe.check_experts(GptOssConfig(), SPREAD)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from nemo_rl.config.rules import remedy
 from nemo_rl.models.policy import peft_format
 from nemo_rl.models.policy.attention import OTHER_MIXERS, uncuttable_reason, unpackable_reason
 from nemo_rl.models.policy.checkpoint import policy_tensors
@@ -38,10 +39,11 @@ def _check_decoding(key: str, model: PretrainedConfig) -> None:
     if kind in OTHER_MIXERS:
         raise ValueError(
             f"{key}=hf: prompts are padded on the left there, and the layers of type {OTHER_MIXERS[kind]} of a "
-            f"{kind!r} model would read the padding; set it to vllm"
+            f"{kind!r} model would read the padding; {remedy(f'{key}=vllm')}"
         )
     if sees_images(model):
-        raise ValueError(f"{key}=hf: a {model.model_type!r} model would not see the images of prompts; set it to vllm")
+        unseen = f"a {model.model_type!r} model would not see the images of prompts"
+        raise ValueError(f"{key}=hf: {unseen}; {remedy(f'{key}=vllm')}")
 
 
 def check_saved_weights(directory: Path, config: PolicyConfig, model: PretrainedConfig) -> None:
@@ -65,10 +67,11 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         logit_transform(model)
     tensor_parallel.check_tensor_parallel(model, settings)
     if settings.context_parallel_size > 1 and (reason := uncuttable_reason(model)) is not None:
+        key = settings.key("context_parallel_size")
         raise ValueError(
-            f"{settings.key('context_parallel_size')}={settings.context_parallel_size}: sequences of a "
-            f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
-            "tensor_parallel_size or activation_checkpointing for long sequences"
+            f"{key}={settings.context_parallel_size}: sequences of a {model.model_type!r} model cannot be cut over "
+            f"ranks, because {reason}; {remedy(f'{key}=1')}, and use tensor_parallel_size or activation_checkpointing "
+            "for long sequences"
         )
     pipeline.check_pipeline(model, settings)
     moe.check_experts(model, settings)
@@ -79,7 +82,8 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     if (reason := unpackable_reason(model)) is not None:
         why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
         if config.padding_free:
-            raise ValueError(f"{config.key('padding_free')}=true: {why}; set it to null or false")
+            key = config.key("padding_free")
+            raise ValueError(f"{key}=true: {why}; {remedy(f'{key}=null', f'{key}=false')}")
         if config.sequence_packing.enabled:
             key, instead = config.key("sequence_packing.enabled"), config.key("dynamic_batching.enabled")
-            raise ValueError(f"{key}=true: {why}; set it to false and {instead}=true")
+            raise ValueError(f"{key}=true: {why}; {remedy(f'{key}=false and {instead}=true', f'{key}=false')}")

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nemo_rl.config.rules import divisors
+from nemo_rl.config.rules import divisors, remedy
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
@@ -55,16 +55,16 @@ def check_experts(config: PretrainedConfig, settings: DTensorConfig) -> None:
     if ep_size == 1:
         return
     key, model_type = f"{settings.key('expert_parallel_size')}={ep_size}", config.get_text_config().model_type
-    count = num_experts(config)
+    count, fix = num_experts(config), remedy(f"{settings.key('expert_parallel_size')}=1")
     if count == 0:
-        raise ValueError(f"{key}: {model_type!r} is a dense model and has no experts to spread; set it to 1")
+        raise ValueError(f"{key}: {model_type!r} is a dense model and has no experts to spread; {fix}")
     if not ExpertNames(model_type).has_fused:
         raise ValueError(
             f"{key}: the experts of {model_type!r} are not laid out as in Qwen3-MoE, Mixtral or DeepSeek-V3, for "
-            "which expert parallelism is written; set it to 1"
+            f"which expert parallelism is written; {fix}"
         )
     if count % ep_size:
-        raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {divisors(count)}")
+        raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {divisors(count, ep_size)}")
 
 
 def expert_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from transformers import PretrainedConfig, PreTrainedModel
 
+from nemo_rl.config.rules import remedy
 from nemo_rl.models.policy.batch.microbatches import (
     MicroBatchLoss,
     clear_cache,
@@ -108,10 +109,16 @@ def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[Any, str]:
         if not missing:
             reason = f"besides embeddings, layers and norm it has weights in {', '.join(others)}"
         raise ValueError(
-            f"{type(hf).__name__} cannot be split into pipeline stages: {reason}; set "
-            f"{config.key('pipeline_parallel_size')}=1, or use a decoder like Llama, Qwen or Mistral"
+            f"{type(hf).__name__} cannot be split into pipeline stages: {reason}; {_in_one_stage(config)}, or use a "
+            "decoder like Llama, Qwen or Mistral"
         )
     return base, norms[0]
+
+
+def _in_one_stage(config: DTensorConfig) -> str:
+    """The remedy for a model that cannot be split into stages: the schedule has a meaning with stages alone."""
+    alone = [f"{config.key('pipeline')}={{schedule:1f1b,stages_per_rank:1}}"] * (config.pipeline.stages_per_rank > 1)
+    return remedy(" and ".join([*alone, f"{config.key('pipeline_parallel_size')}=1"]))
 
 
 def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None:
@@ -121,16 +128,17 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
         return
     text = config.get_text_config()
     num_layers, num_stages = text.num_hidden_layers, size * dtensor_cfg.pipeline.stages_per_rank
-    if num_layers < num_stages:
-        raise ValueError(
-            f"{dtensor_cfg.key('pipeline_parallel_size')} x pipeline.stages_per_rank = {num_stages} stages, but the "
-            f"{config.model_type} model has {num_layers} layers; use at most {num_layers} stages"
-        )
     if (text.tie_word_embeddings or config.tie_word_embeddings) and not is_scalar(config):
         raise ValueError(
             f"{dtensor_cfg.key('pipeline_parallel_size')}={size}: this {config.model_type} model shares one matrix "
-            "between its embeddings (first stage) and its head (last stage); set pipeline_parallel_size=1 and use "
-            "tensor_parallel_size or more data-parallel ranks, which shard that matrix"
+            "between its embeddings (first stage) and its head (last stage), and tensor-parallel and data-parallel "
+            f"ranks shard that matrix; {_in_one_stage(dtensor_cfg)}"
+        )
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{dtensor_cfg.key('pipeline_parallel_size')} x pipeline.stages_per_rank = {num_stages} stages, but the "
+            f"{config.model_type} model has {num_layers} layers; "
+            f"{_in_one_stage(dtensor_cfg)}, or use at most {num_layers} stages"
         )
     with torch.device("meta"):
         model = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="eager")
@@ -151,7 +159,7 @@ def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
             raise ValueError(
                 f"{config.key('lora_cfg.target_modules')} adapts none of the layers "
                 f"{', '.join(map(str, held))}, which are all that pipeline rank {rank} has; adapt some of them too, or "
-                f"set {config.key('pipeline_parallel_size')}=1"
+                f"{_in_one_stage(config)}"
             )
 
 
@@ -168,8 +176,7 @@ def _check_identity(hf: PreTrainedModel, config: DTensorConfig) -> None:
     if not torch.equal(out, hidden):
         raise ValueError(
             f"{type(hf).__name__} cannot be split into pipeline stages: its forward changes hidden states outside "
-            "embeddings, layers and norm, which would then happen in every stage; set "
-            f"{config.key('pipeline_parallel_size')}=1"
+            f"embeddings, layers and norm, which would then happen in every stage; {_in_one_stage(config)}"
         )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.config.rules import divisors
+from nemo_rl.config.rules import divisors, remedy
 from nemo_rl.models.policy.attention import STATEFUL
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.scalar import is_scalar, output_module
@@ -64,9 +64,12 @@ def check_tensor_parallel(config: PretrainedConfig, settings: DTensorConfig) -> 
                 asked[f"{module.in_features} input features of {name}"] = module.in_features
     failing = [what for what, count in asked.items() if count % size]
     if failing:
+        works = divisors(size, *asked.values())
+        if settings.sequence_parallel:
+            works = works.removeprefix("1").removeprefix(", ")  # one rank has nothing to split by position
         raise ValueError(
             f"{settings.key('tensor_parallel_size')}={size} does not divide the {failing[0]} of the "
-            f"{config.model_type!r} model; these would: {divisors(*asked.values())}"
+            f"{config.model_type!r} model; {f'these would: {works}' if works else _uncut(settings)}"
         )
 
 
@@ -455,6 +458,16 @@ def user_plan(hf: PreTrainedModel, path: str, key: str) -> Mapping[str, str] | M
     return plan
 
 
+def _by_position(settings: DTensorConfig) -> str:
+    return remedy(f"{settings.key('sequence_parallel')}=false")
+
+
+def _uncut(settings: DTensorConfig) -> str:
+    """The remedy for a model that ranks cannot share, and which then has nothing to split by position either."""
+    by_position = [f"{settings.key('sequence_parallel')}=false"] * settings.sequence_parallel
+    return remedy(" and ".join([*by_position, f"{settings.key('tensor_parallel_size')}=1"]))
+
+
 def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
     """The style of every module that needs one. `hf` may be a pipeline stage, which lacks some of its modules.
 
@@ -467,7 +480,7 @@ def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
         if not any(word in _MATRICES for pattern, word in plan.items() if "*" in pattern):
             raise ValueError(
                 f"{settings.key('tensor_parallel_size')}: no tensor-parallel plan is known for {type(hf).__name__}; "
-                f"{HOW_TO_WRITE.format(key)}. Or set tensor_parallel_size=1"
+                f"{HOW_TO_WRITE.format(key)}. Or {_uncut(settings)}"
             )
     else:
         plan = user_plan(hf, path, key)
@@ -476,7 +489,7 @@ def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
     if settings.sequence_parallel:
         raise ValueError(
             f"{key}={path!r} gives ParallelStyle objects, which must split the hidden states themselves; "
-            f"set {settings.key('sequence_parallel')}=false, or write the plan in words "
+            f"{_by_position(settings)}, or write the plan in words "
             f"({', '.join(sorted(WORDS))}), which work with both"
         )
     given: Plan = {}
@@ -572,7 +585,7 @@ class _Planner:
         if self.hidden is SEQUENCE and not words & _ROWWISE:
             raise ValueError(
                 f"{self.settings.key('sequence_parallel')}=true: the plan of {type(self.hf).__name__} has no "
-                f"row-parallel module in {name}, whose output could be split by position; set it to false"
+                f"row-parallel module in {name}, whose output could be split by position; {_by_position(self.settings)}"
             )
         return Region(self._output(name), fused_heads="fused_qkv" in words)
 
@@ -616,8 +629,8 @@ class _Planner:
         if len(joined) > 1 or (not joined and self.ends[1] is not None):
             raise ValueError(
                 f"{self.settings.key('sequence_parallel')}=true: {type(self.hf).__name__} has not one final norm with "
-                f"weights after its blocks, where positions are joined, but {', '.join(joined) or 'none'}; set it to "
-                "false"
+                f"weights after its blocks, where positions are joined, but {', '.join(joined) or 'none'}; "
+                f"{_by_position(self.settings)}"
             )
 
     def _refuse(self, name: str) -> None:
@@ -627,5 +640,5 @@ class _Planner:
             f"{self.settings.key('tensor_parallel_size')}: how to cut {name} ({type(module).__name__}) of "
             f"{type(self.hf).__name__} is not known: {said}. Give a plan of your own: "
             f"{HOW_TO_WRITE.format(self.settings.key('custom_parallel_plan'))}. Known words: "
-            f"{', '.join(sorted(WORDS))}. Or set tensor_parallel_size=1"
+            f"{', '.join(sorted(WORDS))}. Or {_uncut(self.settings)}"
         )

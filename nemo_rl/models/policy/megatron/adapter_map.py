@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.config.rules import value_of, violations, written
+from nemo_rl.config.rules import remedy, value_of, violations, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import matches
 from nemo_rl.models.policy.experts import num_experts
@@ -78,29 +78,38 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
     ]
     if not chosen:
         raise ValueError(f"{peft.key('exclude_modules')} leaves no layer to adapt; there are {known}")
+    # With a larger rank B A could be any matrix, and the adapter would save nothing.
+    ranks = {layer.name: min(sum(source.shape[0] for source in layer.weight.sources), layer.weight.sources[0].shape[1])
+             for layer in chosen}
+    if too_small := sorted({name.rpartition(".")[2] for name, rank in ranks.items() if rank < peft.dim}):
+        smallest = min(ranks.values())
+        raise ValueError(
+            f"{peft.key('dim')}={peft.dim} is more than the full rank {smallest} of {', '.join(too_small)}; "
+            f"{remedy(f'{peft.key("dim")}={smallest}')} or less, or add them to {peft.key('exclude_modules')}"
+        )
     return chosen
+
+
+def _leaving_out(peft: MegatronPeftConfig, pattern: str, *others: str) -> str:
+    """The remedies: no adapter for layers of a pattern, or others."""
+    left_out = ",".join(repr(entry) for entry in (*peft.exclude_modules, pattern))
+    return remedy(f"{peft.key('exclude_modules')}=[{left_out}]", *others)
 
 
 def _adapted(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> AdaptedLayer:
     if weight.expert is not None:
         raise ValueError(
             f"{peft.key('target_modules')} takes in {name}, a layer of an expert, which stays frozen; name other "
-            f"layers, or add '*.experts.*' to {peft.key('exclude_modules')}"
+            f"layers, or {_leaving_out(peft, '*.experts.*')}"
         )
     if isinstance(weight.layout, Replicated):
+        of_megatron = peft.key("").removesuffix("peft.")
         raise ValueError(
             f"{peft.key('target_modules')} takes in {name}, which Transformer Engine does not shard and which has no "
-            f"adapter here; add it to {peft.key('exclude_modules')}, or set megatron_cfg.transformer_impl=local"
+            f"adapter here; {_leaving_out(peft, f'*.{name.rpartition(".")[2]}', f'{of_megatron}transformer_impl=local')}"
         )
     hf_names = [source.name.removesuffix(".weight") for source in weight.sources]
     rows, columns = [source.shape[0] for source in weight.sources], weight.sources[0].shape[1]
-    # With a larger rank B A could be any matrix, and the adapter would save nothing.
-    largest = min(sum(rows), columns)
-    if peft.dim > largest:
-        raise ValueError(
-            f"{peft.key('dim')}={peft.dim} is more than the full rank {largest} of {name}; set it to {largest} or "
-            f"less, or add the layer to {peft.key('exclude_modules')}"
-        )
     first = (HFTensor(f"{hf_names[0]}.lora_A", (peft.dim, columns)),)
     second = tuple(HFTensor(f"{hf}.lora_B", (count, peft.dim)) for hf, count in zip(hf_names, rows, strict=True))
     is_row = isinstance(weight.layout, RowParallel)
@@ -142,11 +151,11 @@ def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Ten
 
 WITH_ADAPTERS = {
     "freeze_moe_router: model.num_experts and not freeze_moe_router": (
-        "{model.key}.enabled=true trains adapters alone; set it to true, and moe_router_bias_update_rate to 0"
+        "{model.key}.enabled=true trains adapters alone -> freeze_moe_router=true and moe_router_bias_update_rate=0"
     ),
     "moe_shared_expert_overlap excludes model.shared_experts": (
-        "shared experts with adapters do not overlap; set it to false, or add '*.shared_experts.*' to "
-        "{model.key}.exclude_modules"
+        "shared experts with adapters do not overlap; set {section}.moe_shared_expert_overlap=false, or "
+        "{model.without}"
     ),
 }
 """Rules of `megatron_cfg` with adapters; `model` holds facts of the model and of its adapters."""
@@ -163,8 +172,10 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
         return
     layers = adapted_layers(weight_map(model), settings.peft)
     adapted = any(".shared_experts." in layer.name for layer in layers)
-    facts = {"num_experts": num_experts(text), "shared_experts": adapted, "key": settings.key("peft")}
+    without = _leaving_out(settings.peft, "*.shared_experts.*").removeprefix("set ")
+    facts = {"num_experts": num_experts(text), "shared_experts": adapted, "key": settings.key("peft"), "without": without}
     for key, message in violations(WITH_ADAPTERS, {**vars(settings), "model": facts}):
+        message = message.replace("{section}.", settings.key(""))
         raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")
     names = [layer.name for layer in layers]
     for rank, pieces in enumerate(stage_layers(settings, text.num_hidden_layers)):
@@ -172,6 +183,6 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
             if not any(name.startswith(f"decoder.layers.{number}.") for number in piece for name in names):
                 raise ValueError(
                     f"{settings.key('peft.target_modules')} adapts none of the layers {piece.start} to "
-                    f"{piece.stop - 1}, which pipeline rank {rank} trains; name layers of all ranks, or set "
-                    f"{settings.key('pipeline_model_parallel_size')}=1"
+                    f"{piece.stop - 1}, which pipeline rank {rank} trains; name layers of all ranks, or "
+                    f"{remedy(f'{settings.key("pipeline_model_parallel_size")}=1')}"
                 )

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.config.errors import some_of
-from nemo_rl.config.rules import divisors, value_of, violations, written
+from nemo_rl.config.rules import divisors, remedy, value_of, violations, written
 from nemo_rl.models.policy.attention import OTHER_MIXERS
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import num_experts
@@ -52,14 +52,14 @@ FOR_EXPERTS = {
 OF_EXPERTS = {
     "sequence_parallel: tensor_model_parallel_size > 1 and not sequence_parallel": (
         "with tensor_model_parallel_size={tensor_model_parallel_size} every rank would send every token of this "
-        "'{model.model_type}' model to the experts; set it to true"
+        "'{model.model_type}' model to the experts -> sequence_parallel=true | tensor_model_parallel_size=1"
     ),
     "moe_router_bias_update_rate > 0 requires model.has_choice_bias": (
-        "the routers of this '{model.model_type}' model have no bias (those of deepseek_v3 do); set it to 0, or use "
-        "moe_router_load_balancing_type=aux_loss"
+        "the routers of this '{model.model_type}' model have no bias (those of deepseek_v3 do) -> "
+        "moe_router_bias_update_rate=0 | moe_router_bias_update_rate=0 and moe_router_load_balancing_type=aux_loss"
     ),
     "moe_shared_expert_overlap requires model.shared_width": (
-        "this '{model.model_type}' model has no shared experts; set it to false"
+        "this '{model.model_type}' model has no shared experts -> moe_shared_expert_overlap=false"
     ),
 }
 """Rules of `megatron_cfg` for a model with experts, of which `model` holds facts."""
@@ -99,19 +99,20 @@ def check_packages(settings: MegatronConfig, *, installed: Collection[str], capa
     if "megatron" not in installed:
         raise ValueError(
             f"{settings.key('enabled')}=true: Megatron Core is not installed; start the run with `uv run --extra "
-            "mcore ...`, or set it to false and dtensor_cfg.enabled to true"
+            "mcore ...`, or train with dtensor_cfg"
         )
     for name, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
         if "transformer_engine" not in installed:
             raise ValueError(
                 f"{settings.key(name)}={value} needs Transformer Engine, which is not installed; start the run "
-                f"with `uv run --extra mcore --extra te ...`, or set it to {neutral}"
+                f"with `uv run --extra mcore --extra te ...`, or {remedy(f'{settings.key(name)}={neutral}')}"
             )
     recipe = settings.fp8_cfg.fp8_recipe
     needed = FP8_CAPABILITY[recipe]
     if settings.fp8_cfg.enabled and capability is not None and capability < needed:
         works = [name for name, least in FP8_CAPABILITY.items() if capability >= least]
-        fix = f"set fp8_recipe to {' or '.join(works)}" if works else "set enabled=false"
+        section = settings.key("fp8_cfg")
+        fix = remedy(*(f"{section}.fp8_recipe={name}" for name in works), f"{section}.enabled=false")
         raise ValueError(
             f"{settings.key('fp8_cfg.fp8_recipe')}={recipe} needs GPUs of compute capability {needed[0]}.{needed[1]}, "
             f"and these have {capability[0]}.{capability[1]}; {fix}"
@@ -159,7 +160,7 @@ def _check_local_layers(settings: MegatronConfig, text: PretrainedConfig) -> Non
     for name, value, neutral in switched_on(settings, others) if FAMILIES[text.model_type].is_local else ():
         raise ValueError(
             f"{settings.key(name)}={value} is not for the layers of this {text.model_type!r} model, which are torch's; "
-            f"set it to {neutral}"
+            f"{remedy(f'{settings.key(name)}={neutral}')}"
         )
 
 
@@ -175,10 +176,10 @@ def check_rope(policy: PolicyConfig, text: PretrainedConfig) -> None:
         parts = (part,) if FAMILIES[text.model_type].partial_rotary else (1.0,)
         for name, known in (("partial_rotary_factor", parts), ("rope_type", kinds)):
             if rope[name] not in known:
+                key = f"{policy.key('hf_config_overrides.rope_parameters')}.{where}{name}"
                 raise ValueError(
-                    f"{policy.key('hf_config_overrides.rope_parameters')}.{where}{name}={rope[name]} of this "
-                    f"{text.model_type!r} model is not known to the Megatron backend; train it with "
-                    f"{policy.key('dtensor_cfg')}, or set it to {', '.join(map(str, known))}"
+                    f"{key}={rope[name]} of this {text.model_type!r} model is not known to the Megatron backend; train "
+                    f"it with {policy.key('dtensor_cfg')}, or {remedy(*(f'{key}={value}' for value in known))}"
                 )
 
 
@@ -210,8 +211,12 @@ def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig) -> N
             yield f"is more than the {groups} key-value heads (query groups) of {what}, whose heads have gates"
 
     for problem in problems(size):
-        fix = ", ".join(str(ranks) for ranks in range(1, heads + 1) if not any(problems(ranks)))
-        raise ValueError(f"{settings.key('tensor_model_parallel_size')}={size} {problem}; these would: {fix}")
+        key = settings.key("tensor_model_parallel_size")
+        # They divide the ranks as the present size does; and one rank has nothing to cut by position.
+        fit = [ranks for ranks in range(1, size) if size % ranks == 0 and not any(problems(ranks))]
+        fits = ", ".join(str(ranks) for ranks in fit if ranks > 1 or not settings.sequence_parallel)
+        alone = remedy(f"{settings.key('sequence_parallel')}=false and {key}=1")
+        raise ValueError(f"{key}={size} {problem}; {f'these would: {fits}' if fits else alone}")
 
 
 def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
@@ -223,7 +228,7 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
             if (value := value_of(policy, name)) != neutral:
                 raise ValueError(
                     f"{policy.key(name)}={written(value)}: {text.model_type!r} is a dense model and has no experts; "
-                    f"set it to {written(neutral)}"
+                    f"{remedy(f'{policy.key(name)}={written(neutral)}')}"
                 )
         return
     for name, total, what in (
@@ -232,13 +237,14 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
     ):
         if total % (size := value_of(settings, name)):
             raise ValueError(
-                f"{settings.key(name)}={size} does not divide the {total} {what}; these would: {divisors(total)}"
+                f"{settings.key(name)}={size} does not divide the {total} {what}; these would: {divisors(total, size)}"
             )
     experts = FAMILIES[text.model_type].experts
     if experts is not None and experts.is_stacked and settings.expert_tensor_parallel_size > 1:
+        key = settings.key("expert_tensor_parallel_size")
         raise ValueError(
-            f"{settings.key('expert_tensor_parallel_size')}={settings.expert_tensor_parallel_size}: the experts of "
-            f"{model} stay whole; set it to 1, or raise expert_model_parallel_size"
+            f"{key}={settings.expert_tensor_parallel_size}: the experts of {model} stay whole, and "
+            f"expert_model_parallel_size spreads them; {remedy(f'{key}=1')}"
         )
     facts = {
         "model_type": text.model_type,
@@ -246,6 +252,7 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
         "has_choice_bias": experts is not None and experts.has_choice_bias,
     }
     for key, message in violations(OF_EXPERTS, {**vars(settings), "model": facts}):
+        message = message.replace("{section}.", settings.key(""))
         raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")
 
 
@@ -256,9 +263,10 @@ def _check_mixers(policy: PolicyConfig, text: PretrainedConfig) -> None:
     what = f"the layers of type {OTHER_MIXERS[text.model_type]} of this {text.model_type!r} model"
     if (size := policy.megatron_cfg.context_parallel_size) > 1:
         key = policy.megatron_cfg.key("context_parallel_size")
-        raise ValueError(f"{key}={size}: {what} read every sequence from its first token; set it to 1")
+        raise ValueError(f"{key}={size}: {what} read every sequence from its first token; {remedy(f'{key}=1')}")
     if isinstance(policy, RolloutPolicyConfig) and policy.generation.backend == "megatron":
-        raise ValueError(f"{policy.generation.key('backend')}=megatron: {what} are not decoded there; set it to vllm")
+        key = policy.generation.key("backend")
+        raise ValueError(f"{key}=megatron: {what} are not decoded there; {remedy(f'{key}=vllm')}")
 
 
 def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> None:
@@ -268,7 +276,7 @@ def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> No
     left = [name for name in settings.recompute_modules if name not in lacking] or ["core_attn"]
     for name in settings.recompute_modules if settings.recompute_granularity == "selective" else ():
         if name in lacking:
+            key = settings.key("recompute_modules")
             raise ValueError(
-                f"{settings.key('recompute_modules')}: this {text.model_type!r} model has no {name}; use "
-                f"[{', '.join(left)}]"
+                f"{key}: this {text.model_type!r} model has no {name}; {remedy(f'{key}=[{",".join(left)}]')}"
             )

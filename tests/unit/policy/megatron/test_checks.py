@@ -44,34 +44,34 @@ def test_models_with_a_mapping_pass(name: str) -> None:
 
 
 REFUSED = """
-llama | | tensor_model_parallel_size: 3
-    -> policy.megatron_cfg.tensor_model_parallel_size=3 does not divide the 4 attention heads of this 'llama'
+llama | | tensor_model_parallel_size: 8
+    -> policy.megatron_cfg.tensor_model_parallel_size=8 does not divide the 4 attention heads of this 'llama'
     ... would: 1, 2, 4
 llama | num_attention_heads: 12, hidden_size: 48, num_key_value_heads: 4, intermediate_size: 50
     | tensor_model_parallel_size: 4
     -> policy.megatron_cfg.tensor_model_parallel_size=4 does not divide the 50 rows of its feed-forward layers
     ... (intermediate_size) of this 'llama' model; these would: 1, 2
 llama | num_attention_heads: 12, hidden_size: 48, num_key_value_heads: 4 | tensor_model_parallel_size: 6
-    -> neither divides the 4 key-value heads ... these would: 1, 2, 4, 12
+    -> neither divides the 4 key-value heads ... these would: 1, 2
 llama | | pipeline_model_parallel_size: 4
-    -> pipeline_model_parallel_size=4: the model has 2 layers; use at most that
+    -> pipeline_model_parallel_size=4: the model has 2 layers; set policy.megatron_cfg.pipeline_model_parallel_size=2
 llama | | expert_model_parallel_size: 2
-    -> policy.megatron_cfg.expert_model_parallel_size=2: 'llama' is a dense model and has no experts; set it to 1
-llama | | replay: true -> policy.router_replay.enabled=true: 'llama' is a dense model ... set it to false
+    -> policy.megatron_cfg.expert_model_parallel_size=2: 'llama' is a dense model and has no experts; set ... =1
+llama | | replay: true -> policy.router_replay.enabled=true: 'llama' is a dense model ... set policy.router_replay.enabled=false
 llama | | activation_checkpointing: true, recompute_granularity: selective, recompute_modules: [core_attn, mla_up_proj]
-    -> policy.megatron_cfg.recompute_modules: this 'llama' model has no mla_up_proj; use [core_attn]
+    -> policy.megatron_cfg.recompute_modules: this 'llama' model has no mla_up_proj; set ... =[core_attn]
 llama | rope_parameters: {rope_theta: 1.0, rope_type: dynamic, factor: 2.0} |
     -> policy.hf_config_overrides.rope_parameters.rope_type=dynamic of this 'llama' model
 llama | rope_parameters: {rope_theta: 1.0, rope_type: default, partial_rotary_factor: 0.5} |
     -> policy.hf_config_overrides.rope_parameters.partial_rotary_factor=0.5 of
-qwen3_moe | | expert_model_parallel_size: 3
-    -> expert_model_parallel_size=3 does not divide the 4 experts of this 'qwen3_moe' model ... : 1, 2, 4
-qwen3_moe | | expert_tensor_parallel_size: 5
-    -> expert_tensor_parallel_size=5 does not divide the 24 rows of an expert ... would: 1, 2, 3, 4, 6, 8, 12
+qwen3_moe | | expert_model_parallel_size: 8
+    -> expert_model_parallel_size=8 does not divide the 4 experts of this 'qwen3_moe' model ... : 1, 2, 4
+qwen3_moe | | expert_tensor_parallel_size: 16
+    -> expert_tensor_parallel_size=16 does not divide the 24 rows of an expert ... would: 1, 2, 4, 8
 qwen3_moe | | tensor_model_parallel_size: 2
-    -> sequence_parallel=false: with tensor_model_parallel_size=2 every ... set it to true
+    -> sequence_parallel=false: with tensor_model_parallel_size=2 every ... set policy.megatron_cfg.sequence_parallel=true, or
 qwen3_moe | | moe_router_bias_update_rate: 0.001, freeze_moe_router: false
-    -> moe_router_bias_update_rate=0.001: the routers ... those of deepseek_v3 do ... set it to 0, or use
+    -> moe_router_bias_update_rate=0.001: the routers ... those of deepseek_v3 do ... set ... =0, or
 qwen3_next | | context_parallel_size: 2 -> =2: the layers of type Qwen3NextGatedDeltaNet
 qwen3_next | | tensor_model_parallel_size: 4, sequence_parallel: true -> =4 is more than the 2 key-value heads
 gemma3_text | full_attention: {rope_type: yarn, factor: 4.0, rope_theta: 1.0, original_max_position_embeddings: 8} |
@@ -120,9 +120,9 @@ def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
 
 def test_layers_that_do_not_split() -> None:
     for num_layers, settings, message in (
-        (61, {STAGES: 16}, f"{STAGES}=16 does not divide the 61 .* of 1, 61; uneven ones: {FIRST}=2 and {LAST}=3"),
+        (61, {STAGES: 16}, f"{STAGES}=16 does not divide the 61 .*; set {KEY}.{FIRST}=2 and {KEY}.{LAST}=3, or"),
         (61, {STAGES: 4, FIRST: 20}, f"{FIRST}=20 leaves 41 of the model's 61 layers to 3 .*{FIRST}=14 and"),
-        (8, {STAGES: 2, FIRST: 3, LAST: 4}, f"{LAST}=4 holds 7 of the 8 layers .* of 1, 2, 4, 8, with both .* null"),
+        (8, {STAGES: 2, FIRST: 3, LAST: 4}, f"{LAST}=4 holds 7 of the 8 layers .*{FIRST}=null and .*{STAGES}=2"),
         (8, {STAGES: 2, "virtual_pipeline_model_parallel_size": 3}, "the 4 layers of a .* would: 1, 2, 4$"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -137,9 +137,10 @@ def test_layers_of_stages_and_what_is_proposed_works() -> None:
     assert [len(piece) for (piece,) in uneven] == [2] + [4] * 14 + [3]
     for num_layers in range(2, 33):
         for size in (size for size in range(2, num_layers + 1) if num_layers % size):
-            with pytest.raises(ValueError, match="uneven ones") as error:
+            with pytest.raises(ValueError, match=f"set {KEY}.{FIRST}") as error:
                 stages_of(num_layers, **{STAGES: size})
-            proposed = keys(str(error.value).rpartition("uneven ones: ")[2].replace(" and ", ",").replace("=", ": "))
+            proposed = dict(re.findall(rf"{KEY}\.({FIRST}|{LAST})=(\d+)", str(error.value)))
+            proposed = {name: int(count) for name, count in proposed.items()}
             stages = stages_of(num_layers, **{STAGES: size}, **proposed)
             assert [layer for (piece,) in stages for layer in piece] == list(range(num_layers))
 
@@ -172,22 +173,22 @@ def test_megatron_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     other = module_from_spec(ModuleSpec("megatron", None, is_package=True))  # of the same name
     monkeypatch.setitem(sys.modules, "megatron", other)
     assert refusal(config_of("llama")) == (
-        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or set it "
-        "to false and dtensor_cfg.enabled to true"
+        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or train "
+        "with dtensor_cfg"
     )
 
 
 FP8 = "fp8_cfg: {enabled: true, fp8_recipe: RECIPE} -> policy.megatron_cfg.fp8_cfg.fp8_recipe=RECIPE needs GPUs of ... "
 LACKING = f"""
-apply_rope_fusion: true -> policy.megatron_cfg.apply_rope_fusion=true needs ... set it to false
-transformer_impl: transformer_engine -> policy.megatron_cfg.transformer_impl=transformer_engine ... set it to local
+apply_rope_fusion: true -> policy.megatron_cfg.apply_rope_fusion=true needs ... set ... apply_rope_fusion=false
+transformer_impl: transformer_engine -> policy.megatron_cfg.transformer_impl=transformer_engine ... set ... =local
 fp8_cfg: {{enabled: true}}
     -> policy.megatron_cfg.fp8_cfg.enabled=true needs Transformer Engine, which is not installed; start the run with
-    ... `uv run --extra mcore --extra te ...`, or set it to false
-{FP8.replace("RECIPE", "blockwise")}these have 8.9; set fp8_recipe to tensorwise or delayed
-{FP8.replace("RECIPE", "mxfp8")}these have 9.0; set fp8_recipe to tensorwise or delayed or blockwise
-{FP8.replace("RECIPE", "tensorwise")}these have 8.0; set enabled=false
-"""
+    ... `uv run --extra mcore --extra te ...`, or set policy.megatron_cfg.fp8_cfg.enabled=false
+{FP8.replace("RECIPE", "blockwise")}these have 8.9; set FP8.fp8_recipe=tensorwise, or FP8.fp8_recipe=delayed, or FP8.enabled=false
+{FP8.replace("RECIPE", "mxfp8")}these have 9.0; set FP8.fp8_recipe=tensorwise, or ... or FP8.fp8_recipe=blockwise, or FP8.enabled=false
+{FP8.replace("RECIPE", "tensorwise")}these have 8.0; set FP8.enabled=false
+""".replace("FP8.", "policy.megatron_cfg.fp8_cfg.")
 
 
 @pytest.mark.parametrize(("settings", "said"), lines(LACKING))

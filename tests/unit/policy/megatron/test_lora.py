@@ -163,7 +163,7 @@ def test_settings_that_do_not_go_with_adapters_are_refused_on_the_driver():
         (LLAMA, {"exclude_modules": ["*"]}, {}, "exclude_modules leaves no layer"),
         (LLAMA, {"dim": 65}, {}, r"peft.dim=65 is more than the full rank 64 of .*linear_qkv"),
         (LLAMA, {"target_modules": ["decoder.layers.0.*"]}, cut("pp2"), "none of the layers 2 to 3, which pipeline r"),
-        (MOE, {}, {"freeze_moe_router": False}, "freeze_moe_router=false: .* set it to true"),
+        (MOE, {}, {"freeze_moe_router": False}, "freeze_moe_router=false: .* set .*freeze_moe_router=true"),
         (MOE, {"target_modules": ["linear_fc1"]}, {}, r"takes in .*local_experts.0.linear_fc1, a layer of an"),
     ):
         with pytest.raises(ValueError, match=message):
