@@ -364,7 +364,7 @@ class WeightReceiver:
             except ValueError as error:
                 raise RefitError(
                     f"{self._place}: policy.dtensor_cfg.lora_cfg.refit=adapter does not work for {meta.adapts}: "
-                    f"{error}; set it to merged"
+                    f"{error}; set policy.dtensor_cfg.lora_cfg.refit=merged"
                 ) from error
         else:
             for segment in self._targets[piece.tensor]:

@@ -253,9 +253,9 @@ tiny & RANKS=4 & PART.tensor_parallel_size=4 -> not divide the 2 key/value heads
 gemma2 & RANKS=2 & PART.context_parallel_size=2 -> cannot be cut over ranks, because ... soft-capped
 gemma2 & policy.sequence_packing.enabled=true
     -> cannot lie end to end, because ... soft-capped ... dynamic_batching.enabled=true
-gemma2 & policy.padding_free=true -> policy.padding_free=true: ... set it to null or false
+gemma2 & policy.padding_free=true -> policy.padding_free=true: ... set policy.padding_free=null, or
 tiny & RANKS=2 & PART.pipeline_parallel_size=2 -> shares one matrix between its embeddings ... and its head
-tiny & RANKS=2 & PART.expert_parallel_size=2 -> dense model and has no experts to spread; set it to 1
+tiny & RANKS=2 & PART.expert_parallel_size=2 -> dense model and has no experts to spread; set ... =1
 moe & RANKS=8 & PART.expert_parallel_size=8 -> not divide the 4 experts ... these would: 1, 2, 4
 tiny & checkpointing.metric_name=train:moe/router_entropy -> is a dense model and has no metrics of exper
 tiny & LORA.enabled=true & LORA.match_all_linear=false & LORA.target_modules=[q_projj]

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTo
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.parts.devices import Devices
 from nemo_rl.algorithms.run import Run
+from nemo_rl.config.rules import remedy
 from nemo_rl.data.chat.images import ImageReader, blank_image
 from nemo_rl.data.model_folder import resolve_model
 from nemo_rl.distributed.worker_groups import require_shared
@@ -76,9 +77,10 @@ class Model:
         metric = checkpointing.metric_name if checkpointing.enabled else None
         has_metrics = not isinstance(policy, SecondModelConfig)
         if has_metrics and metric is not None and metric.startswith("train:moe/") and num_experts(model) == 0:
+            key = checkpointing.key("metric_name")
             raise ValueError(
-                f"checkpointing.metric_name={metric}: {model.model_type!r} is a dense model and has no metrics of "
-                "experts; set it to val:accuracy, train:reward or null"
+                f"{key}={metric}: {model.model_type!r} is a dense model and has no metrics of experts; "
+                f"{remedy(f'{key}=train:loss', f'{key}=null')}"
             )
         adapters = "peft" if policy.megatron_cfg.enabled else "lora_cfg"
         processor_path = tokenizer_path if sees_images(model) else None

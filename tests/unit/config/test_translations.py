@@ -507,6 +507,30 @@ def test_today_with_comments_and_without_what_is_default_or_of_the_parent(tmp_pa
     assert (config.grpo.seed, config.data.train[0].split) == (7, "other")
 
 
+CHILDREN = (
+    "async_rl: {sampler: {name: in_order, max_lookahead_versions: 4}}",  # a key of the parent, said in another way
+    "policy: {generation: {logprobs_mode: raw_logprobs}}",
+    "data: {train: {dataset_name: my.module.Rows, size: 3}, validation: {dataset_name: squad}}",
+    "env: {sliding_puzzle_game: {cfg: {game_config: {size: 4, shuffle_moves: 6}, max_moves: 9}}}\n"
+    "grpo: {max_rollout_turns: 9, val_period: 10}",  # replaces a dataset of the parent, of which rows are set aside
+    "data: {_override_: true, dataset_name: gsm8k, split_validation_size: 0.1}",
+)
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_converted_child_means_the_same_whatever_its_parent_says(tmp_path: Path, child: str) -> None:
+    parent = merged(MINIMAL, *map(yaml.safe_load, SHORT["APART"].split(" & ")), THEIRS)
+    parent |= {
+        "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 8}},
+        "logger": {"monitor_gpus": True},
+    }
+    parent["policy"]["generation"]["vllm_cfg"] = {"logprobs_mode": "processed_logprobs"}
+    parent["data"]["add_generation_prompt"] = False
+    (tmp_path / "parent.yaml").write_text(yaml.safe_dump(parent))
+    (tmp_path / "child.yaml").write_text(f"defaults: parent.yaml\n{child}\n")
+    convert(tmp_path / "child.yaml")  # which compares what both load to
+
+
 def test_a_section_that_replaces_its_parents_keeps_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(OLD)
     child = "defaults: old.yaml\nenv:\n  _override_: true\n  math:\n    num_workers: 4\n"

@@ -166,7 +166,11 @@ def test_which_blocks_it_reads_and_which_policies_have_none(tmp_path: Path) -> N
         (with_draft("eagle3"), AutoConfig.for_model("mistral"), "no draft can be trained for a 'mistral' model"),
         (with_draft("mtp", model_name=str(tmp_path)), headless, r"without its prediction head \(model.layers.2"),
         (with_draft("mtp"), model, "'qwen2' model with 0"),
-        (with_draft("mtp", {"model_name": "a"}), headless, "the policy has a prediction head; set them to null"),
+        (
+            with_draft("mtp", {"model_name": "a"}),
+            headless,
+            "the policy has a prediction head; set policy.draft.model_name=null and",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             draft_config(config, of)

@@ -209,7 +209,10 @@ def test_what_cannot_be_cut_is_refused_with_what_would_work() -> None:
         (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": ":MISSPELT"}),
         (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": ":UNKNOWN_WORD"}),
         (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": ":MATRICES"}),
-        (r"has not one final norm with weights .* but none; set .*sequence_parallel=false", {"family": "olmo", "split": True}),
+        (
+            r"has not one final norm with weights .* but none; set .*sequence_parallel=false",
+            {"family": "olmo", "split": True},
+        ),
         (r"set policy\.dtensor_cfg\.sequence_parallel=false", {"plan": ":STYLES", "split": True}),
     ):
         with pytest.raises(ValueError, match=message):

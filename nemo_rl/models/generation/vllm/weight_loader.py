@@ -125,7 +125,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._receiver.layout.has_adapters:
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
-                f"they are loaded, and {self.why_reload}; set it to merged"
+                f"they are loaded, and {self.why_reload}; set policy.dtensor_cfg.lora_cfg.refit=merged"
             )
         logger.info("weights go through vLLM's layerwise reload: %s", self.why_reload)
         derived = {  # vLLM computes these again at the end of a reload, such as the products of latent attention

@@ -31,6 +31,7 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from nemo_rl.config.rules import remedy
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, CuSeqlens
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
@@ -90,7 +91,7 @@ def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[
     if policy.model_type not in FAMILIES:
         raise ValueError(
             f"{key('enabled')}=true: no draft can be trained for a {policy.model_type!r} model such as "
-            f"{config.model_name!r}, but for {', '.join(sorted(FAMILIES))}; set it to false"
+            f"{config.model_name!r}, but for {', '.join(sorted(FAMILIES))}; {_none(config)}"
         )
     if settings.model_name is not None:
         return _stored_config(config, policy)
@@ -115,16 +116,24 @@ def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[
     }
 
 
+def _none(config: RolloutPolicyConfig) -> str:
+    """The remedy for a policy without a draft."""
+    speculation = config.generation.key("vllm_kwargs.speculative_config")
+    return remedy(f"{config.draft.key('enabled')}=false and {speculation}=null")
+
+
 def _stored_prediction(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[str, Any]:
     key, stored = config.draft.key, policy.to_dict()
     count = stored.get("num_nextn_predict_layers") or stored.get("mtp_num_hidden_layers") or 0
     if policy.model_type not in WITH_PREDICTION or count != 1:
         raise ValueError(
             f"{key('enabled')}=true with method mtp trains the one prediction head of {', '.join(WITH_PREDICTION)} "
-            f"models, and {config.model_name!r} is a {policy.model_type!r} model with {count}; set it to false"
+            f"models, and {config.model_name!r} is a {policy.model_type!r} model with {count}; "
+            f"{_none(config)}"
         )
     if config.draft.model_name is not None or config.draft.aux_layer_indices is not None:
-        raise ValueError(f"{key('model_name')}, aux_layer_indices: the policy has a prediction head; set them to null")
+        fix = remedy(f"{key('model_name')}=null and {key('aux_layer_indices')}=null")
+        raise ValueError(f"{key('model_name')}, aux_layer_indices: the policy has a prediction head; {fix}")
     name = prediction_names(policy)["eh_proj"]
     if Path(config.model_name).is_dir() and f"{name}weight" not in (checkpoint_files(config.model_name) or {}):
         raise ValueError(

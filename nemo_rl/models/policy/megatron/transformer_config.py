@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nemo_rl.config.rules import remedy
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
@@ -262,9 +263,10 @@ def _latent_attention(config: PretrainedConfig) -> dict[str, Any]:
         ("attention_factor", factor <= 1 and attention_factor != 1.0, "1"),
     ):
         if is_wrong:
+            key = f"policy.hf_config_overrides.rope_parameters.{setting}"
             raise ValueError(
-                f"hf_config_overrides.rope_parameters.{setting}={given[setting]} of this {config.model_type} "
-                f"model is not known to the Megatron backend; train it with dtensor_cfg, or set it to {fix}"
+                f"{key}={given[setting]} of this {config.model_type} model is not known to the Megatron backend; train "
+                f"it with dtensor_cfg, or {remedy(f'{key}={fix}')}"
             )
     # Megatron multiplies by (0.1 mscale log factor + 1) / (0.1 mscale_all_dim log factor + 1), or by 1 up to factor 1.
     unit = 0.1 * math.log(factor)

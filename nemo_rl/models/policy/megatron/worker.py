@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_rl.config.rules import remedy
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.checkpoint import save_consolidated_tensors, save_model_files
 from nemo_rl.models.policy.config import PolicyConfig
@@ -267,6 +268,7 @@ def uses_transformer_engine(settings: MegatronConfig, model_type: str, *, use_gp
     if settings.transformer_impl == "transformer_engine" and not (is_installed and use_gpu):
         lacking = "is not installed" if use_gpu else "runs on GPUs only"
         raise ValueError(
-            f"{settings.key('transformer_impl')}=transformer_engine: Transformer Engine {lacking}; set it to local"
+            f"{settings.key('transformer_impl')}=transformer_engine: Transformer Engine {lacking}; "
+            + remedy(f"{settings.key('transformer_impl')}=local")
         )
     return settings.transformer_impl != "local" and is_installed and use_gpu and not FAMILIES[model_type].is_local
