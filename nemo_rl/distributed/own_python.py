@@ -65,8 +65,30 @@ def python_of(py_executable: str | Sequence[str] | None, key: str) -> str:
         raise ValueError(f"{key}: {error}") from error
 
 
+def made_python(py_executable: str | Sequence[str] | None, key: str) -> str | None:
+    """The path of a Python, as of `python_of`, if it is on this machine; nothing is made. Raises as `python_of`."""
+    if py_executable is None or (
+        isinstance(py_executable, str) and "/" in py_executable and py_executable[-4:] != ".txt"
+    ):
+        return python_of(py_executable, key)
+    if not isinstance(py_executable, str):
+        path = _overlay("\n".join(py_executable), None, key)[0]
+    elif py_executable.endswith(".txt"):
+        return None
+    else:
+        path = venvs.venv_path(py_executable, venvs.find_project_root())
+    python = path / "bin" / "python"
+    return str(python) if python.exists() else None
+
+
 def _with_requirements(text: str, file: Path | None, key: str) -> str:
     """The Python of an overlay with the requirements of `text`. Relative paths begin beside the file that has them."""
+    path, lines, folder = _overlay(text, file, key)
+    return venvs.made_everywhere(path, partial(ensure_overlay, path, "\n".join(lines), file, folder, key))
+
+
+def _overlay(text: str, file: Path | None, key: str) -> tuple[Path, list[str], Path]:
+    """The folder of an overlay, whether it exists or not, its requirements, and where their relative paths begin."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not lines:
         raise ValueError(f"{key}: there are no requirements; set it to null for the environment of the run")
@@ -74,8 +96,7 @@ def _with_requirements(text: str, file: Path | None, key: str) -> str:
         raise ValueError(f"{key}: {contradiction}, which actors share with the run; install it there, or leave it out")
     folder = Path.cwd() if file is None else file.parent
     digest = hashlib.sha256("\n".join([str(folder), *lines]).encode()).hexdigest()[:_CHARACTERS_OF_DIGEST]
-    path = venvs.venv_path(f"requirements-{digest}", venvs.find_project_root()).absolute()
-    return venvs.made_everywhere(path, partial(ensure_overlay, path, "\n".join(lines), file, folder, key))
+    return venvs.venv_path(f"requirements-{digest}", venvs.find_project_root()).absolute(), lines, folder
 
 
 def ensure_overlay(path: Path, text: str, file: Path | None, folder: Path, key: str, *, force: bool) -> str:

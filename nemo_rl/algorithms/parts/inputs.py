@@ -31,8 +31,15 @@ from nemo_rl.data.config import (
     PromptTexts,
     TableConfig,
 )
-from nemo_rl.data.datasets.hub import HUB_PATHS
-from nemo_rl.data.datasets.registry import find_factory, is_import_path, known_datasets
+from nemo_rl.data.datasets.hub import HUB_PATHS, HUB_SETS
+from nemo_rl.data.datasets.registry import (
+    CHECK_TASKS,
+    GENERATED,
+    DatasetFactory,
+    find_factory,
+    is_import_path,
+    known_datasets,
+)
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.model_folder import is_hub_name, unmade_config
 from nemo_rl.data.rows.processors import find_processor
@@ -129,8 +136,23 @@ def _processor(section: StrictModel, name: str) -> None:
 
 
 def _dataset(section: TableConfig, name: str) -> Absent | None:
-    find_factory(section)
+    factory = find_factory(section)
+    if name in GENERATED:
+        _generated(section, name, factory)
+    elif name in HUB_SETS:
+        HUB_SETS[name].check(section)
     return None if name in known_datasets() or is_import_path(name) else _table(section, name)
+
+
+def _generated(section: TableConfig, name: str, factory: DatasetFactory) -> None:
+    """Checks `split` and `kwargs` by one row."""
+    if name == "reasoning_gym":
+        import_object(CHECK_TASKS, "check")(section)
+        return
+    number = section.kwargs.get("num_samples")
+    is_number = number is None or (type(number) is int and number > 0)
+    few = section.kwargs | {"num_samples": 1} if is_number else section.kwargs
+    factory(section.model_copy(update={"kwargs": few}))
 
 
 def _table(section: TableConfig, path: str) -> Absent | None:

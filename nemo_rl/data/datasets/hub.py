@@ -98,6 +98,11 @@ class HubTable:
     split: str = "train"
     subsets: tuple[str | None, ...] = (None,)
 
+    def check(self, cfg: TableConfig) -> None:
+        """Raises ValueError for `kwargs` that the dataset does not take."""
+        if cfg.kwargs:
+            raise ValueError(f"dataset {cfg.dataset_name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
+
     def table(self, cfg: TableConfig, columns: Sequence[str]) -> Any:
         """All subsets in one table. A local copy has neither split nor subsets.
 
@@ -105,8 +110,7 @@ class HubTable:
         """
         import datasets
 
-        if cfg.kwargs:
-            raise ValueError(f"dataset {cfg.dataset_name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
+        self.check(cfg)
         subsets = (cfg.subset,) if cfg.subset or cfg.data_path else self.subsets
         split = cfg.split or (None if cfg.data_path else self.split)
         path = cfg.data_path or self.path
@@ -157,10 +161,13 @@ class NuminaMath(HubProblems):
     `kwargs` are {verifiable_only: true, require_valid: true}.
     """
 
+    def check(self, cfg: TableConfig) -> None:
+        options_of(cfg, _NuminaOptions)
+
     def table(self, cfg: TableConfig, columns: Sequence[str]) -> Any:
         options = options_of(cfg, _NuminaOptions)
         marks = ["question_type", "problem_is_valid", "solution_is_valid"]
-        table = super().table(cfg.model_copy(update={"kwargs": {}}), (*columns, *marks))
+        table = super().table(cfg, (*columns, *marks))
         return table.filter(partial(_is_wanted, **dict(options)), input_columns=[self.output_key, *marks])
 
 
@@ -216,10 +223,13 @@ class RefCoco(HubTable):
     folder of COCO's `train2014` (jxu124/refcoco).
     """
 
+    def check(self, cfg: TableConfig) -> None:
+        options_of(cfg, _PictureOptions)
+
     def load(self, cfg: TableConfig) -> Rows | StreamedTable:
         require_used_keys(cfg, (), "the dataset has columns of its own")
         folder = options_of(cfg, _PictureOptions).pictures or cfg.download_dir
-        table = self.table(cfg.model_copy(update={"kwargs": {}}), ())
+        table = self.table(cfg, ())
         if "image" in column_names(table):
             return converted(undecoded(table, "image"), refcoco_row)
         require_columns(table, {f"of {cfg.dataset_name}": "raw_anns"}, cfg.data_path or self.path)

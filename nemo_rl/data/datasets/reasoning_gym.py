@@ -26,13 +26,15 @@ from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDatasetConfig, TableConfig
 from nemo_rl.data.datasets.arithmetic import HELD_OUT_ONE_IN, generated_options, in_split
 from nemo_rl.data.interfaces import one_turn
-from nemo_rl.distributed.own_python import python_of
+from nemo_rl.distributed.own_python import made_python, python_of
+from nemo_rl.utils.registry import MissingPackage
 from nemo_rl.utils.task_formats import REASONING_GYM, answer
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("reasoning_gym_items.py")
 CHUNK = 64  # items from one seed on: some tasks need a second to begin, and some make all their items then
+_KEY = "kwargs.py_executable of dataset reasoning_gym"
 MAX_TRIES = 40 * CHUNK  # items in a row that belong to the other split
 LONG_S = 30.0  # after which the log says how far it is
 
@@ -88,6 +90,20 @@ def load_reasoning_gym(cfg: TableConfig) -> list[dict[str, Any]]:
     return rows
 
 
+def check_tasks(cfg: TableConfig) -> None:
+    """Check tasks and settings as `load_reasoning_gym` does, by one item of each, and make no rows.
+
+    Raises ValueError as that does; MissingPackage if the package is not installed in its Python yet.
+    """
+    options = generated_options(cfg, _Options)
+    python = made_python(options.py_executable, _KEY)
+    if python is None:
+        raise MissingPackage("the tasks of reasoning_gym are not checked: the first run installs its package")
+    with item_maker(python) as items:
+        for name, task in options.tasks.items():
+            next(items.of(name, task.model_extra or {}, cfg.seed))
+
+
 def _in_proportion(weights: Mapping[str, float], count: int) -> Iterator[str]:
     """`count` names, of which every beginning has each in proportion to its weight, as far as whole numbers can."""
     whole, given = sum(weights.values()), dict.fromkeys(weights, 0)
@@ -128,7 +144,7 @@ def _row(cfg: TableConfig, task: str, settings: Mapping[str, Any], item: Mapping
 @contextmanager
 def item_maker(py_executable: str | list[str] | None) -> Iterator[ItemMaker]:
     """The process that makes items, for a `with` block. VenvBuildError if its Python cannot be made."""
-    python = python_of(py_executable, "kwargs.py_executable of dataset reasoning_gym")
+    python = python_of(py_executable, _KEY)
     # -P: not the folder of the program, which has a module of the package's name. One order of sets in all runs.
     command = [python, "-P", "-W", "ignore", str(PROGRAM)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -32,6 +32,8 @@ GENERATED = {
     "sliding_puzzle": f"{_PACKAGE}.sliding_puzzle:load_sliding_puzzle",
     "tool_arithmetic": f"{_PACKAGE}.arithmetic:load_tool_arithmetic",
 }
+CHECK_TASKS = f"{_PACKAGE}.reasoning_gym:check_tasks"
+"""Of the one generated dataset whose rows another Python makes."""
 DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     **GENERATED,
     "ResponseDataset": _LOAD_FILE,

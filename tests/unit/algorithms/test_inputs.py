@@ -40,15 +40,18 @@ def test_a_configuration_without_mistakes_has_nothing_to_tell(model) -> None:
 @pytest.mark.parametrize(
     ("model", "override", "told"),
     [
-        (SFTMasterConfig, "data.train.dataset_name=arithmetics", "data.train.0.dataset_name: unknown dataset 'arithm"),
-        (SFTMasterConfig, "data.train.dataset_name=rows.jsonl", "data.train.0.dataset_name: dataset file 'rows.jsonl'"),
+        (SFTMasterConfig, "data.train.dataset_name=arithmetics", "data.train.dataset_name: unknown dataset 'arithm"),
+        (SFTMasterConfig, "data.train.dataset_name=rows.jsonl", "data.train.dataset_name: dataset file 'rows.jsonl'"),
+        (SFTMasterConfig, "+data.train.kwargs.max_operandd=9", "arithmetic: kwargs takes num_samples, max_operand"),
+        (SFTMasterConfig, "data.train.split=trian", "split must be one of train, validation, all, got 'trian'"),
+        (SFTMasterConfig, "data.train.dataset_name=GSM8K", "dataset 'GSM8K' takes no kwargs, got max_operand"),
         (SFTMasterConfig, "data.train.dataset_name=./rows", "dataset './rows' does not exist (looked in "),
         (SFTMasterConfig, "data.train.dataset_name=lost.rows.Riddles", "dataset_name 'lost.rows.Riddles': no module"),
         (SFTMasterConfig, "+data.train.processor=sft_procesor", "did you mean sft_processor?"),
         (SFTMasterConfig, "+data.custom_dataloader=lost:load", "data.custom_dataloader: data loader 'lost:load': no m"),
         (DPOMasterConfig, "+data.val_data_paths.hard=h.jsonl", "data.val_data_paths.hard: dataset file 'h.jsonl' does"),
         (GRPOMasterConfig, "+data.default.prompt_file=no.txt", "data.default.prompt_file: prompt_file 'no.txt' does n"),
-        (GRPOMasterConfig, "+data.train.system_prompt_file=no.txt", "data.train.0.system_prompt_file: system_prompt_f"),
+        (GRPOMasterConfig, "+data.train.system_prompt_file=no.txt", "data.train.system_prompt_file: system_prompt_f"),
         (GRPOMasterConfig, "+policy.tokenizer.chat_template=no.jinja", "chat_template: 'no.jinja' does not exist"),
         (GRPOMasterConfig, "policy.optimizer.name=torch.optim.Adamm", "policy.optimizer.name: optimizer 'torch.optim."),
         (GRPOMasterConfig, "policy.model_name=tiny:arithmetics", "policy.model_name: "),
@@ -87,7 +90,7 @@ def test_a_model_that_is_not_here_and_names_on_a_hub_are_told() -> None:
     ).lines()
     assert found == [
         "policy.model_name: results/sft/step_1/weights does not exist here",
-        "not checked without a network, and no file or folder here: data.train.0.dataset_name=some/where",
+        "not checked without a network, and no file or folder here: data.train.dataset_name=some/where",
     ]
     Path("models").mkdir()
     assert inputs(GRPOMasterConfig, "policy.model_name=models/mine").lines() == [
@@ -97,7 +100,7 @@ def test_a_model_that_is_not_here_and_names_on_a_hub_are_told() -> None:
     Path("models/mine").mkdir()
     Path("rows.jsonl").write_text(json.dumps({"input": "a", "output": "b"}))
     for name in ("openai/gsm8k", "gsm8k", "rows.jsonl", "models"):
-        given = (f"data.train.dataset_name={name}", "policy.model_name=models/mine")
+        given = ("~data.train.kwargs", f"data.train.dataset_name={name}", "policy.model_name=models/mine")
         assert inputs(SFTMasterConfig, *given).lines() == []
 
 

@@ -13,11 +13,13 @@ import pytest
 
 from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig
 from nemo_rl.data.datasets.arithmetic import in_split
+from nemo_rl.data.datasets.reasoning_gym import check_tasks
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.distributed.own_python import python_of
 from nemo_rl.environments.config import ReasoningGymEnvironmentConfig, check_sections
 from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironment
 from nemo_rl.environments.section_parts import SandboxConfig
+from nemo_rl.utils.registry import MissingPackage
 from nemo_rl.utils.task_formats import REASONING_GYM
 from tests.conversations import answered, sampled, user
 
@@ -87,6 +89,16 @@ def test_training_and_validation_share_no_item_and_the_seed_decides(python):
     assert [eval(row["problem"]) for row in train] == [int(row["expected_answer"]) for row in train]
     with pytest.raises(ValueError, match=r"none of split 'train'.*has more items, or set split=all"):
         load_rows(section(python, double={"largest": 1}))
+
+
+def test_a_dry_run_asks_the_package_where_it_is(python, monkeypatch, tmp_path):
+    check_tasks(section(python, double={"largest": 9}, open={}))
+    with pytest.raises(ValueError, match="reasoning_gym has no task 'duble'; did you mean double"):
+        check_tasks(section(python, double={}, duble={}))
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "none"))
+    with pytest.raises(MissingPackage, match="are not checked: the first run installs its package"):
+        check_tasks(section(REASONING_GYM, duble={}))
+    assert not (tmp_path / "none").exists()
 
 
 def test_every_beginning_of_the_rows_has_the_tasks_by_their_weights(python):
