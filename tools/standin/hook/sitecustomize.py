@@ -1,4 +1,4 @@
-"""Loaded by every Python process that runs on the stand-in for CUDA, by PYTHONPATH: acts on modules once they are loaded.
+"""Loaded by every Python process on the stand-in for CUDA, by PYTHONPATH: acts on modules once they are loaded.
 
 Refuses another torch than the one that the libraries were built for. With true values (STANDIN_VALUES) it installs
 those of `emulate`.
