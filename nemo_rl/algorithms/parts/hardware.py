@@ -3,9 +3,9 @@
 Looked at before torch and Ray are loaded.
 """
 
+import ctypes
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from nemo_rl.config.errors import ConfigError, Problem
@@ -106,20 +106,57 @@ def _bfloat16_keys(section: Any) -> Iterator[str]:
         yield from _bfloat16_keys(value)
 
 
+_NAME_BYTES = 96  # the longest name of a GPU that NVML writes
+
+
 def gpu_names() -> list[str]:
-    """The names of this machine's GPUs, without CUDA."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    return [line.removeprefix("Model:").strip() for line in lines if line.startswith("Model:")]
+    """The names of this machine's GPUs, of which the driver is asked: in a few milliseconds, and no GPU is taken.
+
+    NVML is asked, the driver's library for management. It counts whatever `CUDA_VISIBLE_DEVICES` says, and is there
+    where the driver has no files in /dev and /proc (WSL2). Where it does not work (Jetson), libcuda is asked.
+    """
+    names = _names_of("libnvidia-ml.so.1", _nvml_name, "nvmlDeviceGetCount_v2", "nvmlInit_v2")
+    return names or _names_of("libcuda.so.1", _cuda_name, "cuDeviceGetCount", "cuInit", 0)
+
+
+def _names_of(
+    library: str, name_of: Callable[[ctypes.CDLL, int], bytes], count: str, init: str, *flags: int
+) -> list[str]:
+    """The names that a library of the driver gives; none where it is not installed, or finds no driver."""
+    try:
+        loaded = ctypes.CDLL(library)
+    except OSError:
+        return []
+    number = ctypes.c_int(0)
+    if loaded[init](*flags) != 0 or loaded[count](ctypes.byref(number)) != 0:
+        return []
+    names = [name_of(loaded, index) for index in range(number.value)]
+    return [name.decode(errors="replace") for name in names if name]
+
+
+def _nvml_name(nvml: ctypes.CDLL, index: int) -> bytes:
+    """Empty for a GPU that does not answer."""
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) == 0:
+        nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES))
+    return name.value
+
+
+def _cuda_name(cuda: ctypes.CDLL, index: int) -> bytes:
+    """Empty for a GPU that does not answer."""
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+    if cuda.cuDeviceGet(ctypes.byref(device), index) == 0:
+        cuda.cuDeviceGetName(name, _NAME_BYTES, device)
+    return name.value
 
 
 def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """The number of GPUs that a process on this machine can use, without importing torch."""
-    devices = [device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()]
+    found = len(gpu_names())
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return len(devices)
+        return found
     chosen = [name.strip() for name in visible.split(",") if name.strip()]
     if "-1" in chosen:
         chosen = chosen[: chosen.index("-1")]
-    return min(len(chosen), len(devices))
+    return min(len(chosen), found)
