@@ -4,7 +4,7 @@
 
 prints the folder of the libraries, below OUT or `$NEMO_RL_CACHE/standin`. A function that a library of the installed
 wheels exports is written by hand in a C file of this folder, may do nothing in silence (silent.py), or names itself
-when it is called. Standard library only: nothing here imports torch.
+when it is called. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from nemo_rl.utils.files import make_once  # noqa: E402
 from nemo_rl.utils.folders import cache_root  # noqa: E402
 from tools.standin.silent import silent  # noqa: E402
 
@@ -101,25 +101,17 @@ def build(site_packages: Path, out: Path, *, values: bool = False) -> Path:
         raise ValueError(f"the stand-in for CUDA needs a torch built for CUDA 13, not {version} in {site_packages}")
     stamp = {"torch": version, "machine": platform.machine(), "sources": _digest()}
     name = hashlib.sha256(json.dumps(stamp).encode()).hexdigest()[:16]
-    folder = out / (f"{name}-values" if values else name)
-    if (folder / STAMP).exists():
-        return folder
-    if lacks := missing(site_packages, values=values):
+    folder = out.resolve() / (f"{name}-values" if values else name)
+    if any(character in str(folder) for character in " :"):  # which separate the libraries in LD_PRELOAD
+        raise ValueError(f"the stand-in for CUDA cannot be loaded from {folder}: name a folder without space and colon")
+    if not folder.is_dir() and (lacks := missing(site_packages, values=values)):
         raise ValueError(f"the stand-in for CUDA cannot be built: missing {', '.join(lacks)}")
-    out.mkdir(parents=True, exist_ok=True)
-    # Under another name until it is whole: a build that is killed leaves nothing that is taken for one.
-    begun = Path(tempfile.mkdtemp(prefix=".building-", dir=out))
-    try:
+
+    def make(begun: Path) -> None:
         _compile(site_packages, begun, values=values)
         (begun / STAMP).write_text(json.dumps(stamp))
-        begun.chmod(0o755)
-        begun.rename(folder)
-    except OSError:
-        if not (folder / STAMP).exists():  # else another process has built the same
-            raise
-    finally:
-        shutil.rmtree(begun, ignore_errors=True)
-    return folder
+
+    return make_once(folder, make)
 
 
 def environment(
@@ -127,8 +119,9 @@ def environment(
 ) -> dict[str, str]:
     """The whole environment of a child process that runs on the stand-in: this process's one, with more in it.
 
-    `folder` is what `build` returned. `gpu` is a key of GPUS, of which the machine has `count`. With `values` the CPU
-    computes what is on the device. Else a copy to the device, or a fill, takes place up to so many bytes as `writes`.
+    `folder` is what `build` returned. `gpu` is a key of GPUS, of which the machine has `count`, at most 8. With
+    `values` the CPU computes what is on the device. Else a copy to the device, or a fill, takes place up to `writes`
+    bytes.
     ValueError for another GPU, and for a folder that was built for another torch or another kind of machine.
     """
     if gpu not in GPUS:
@@ -150,6 +143,7 @@ def environment(
         "STANDIN_COUNT": str(count),
         "STANDIN_WRITES": str(1 << 40 if values else writes),
         "STANDIN_TORCH": stamp["torch"],
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),  # of the stand-in, whichever real GPUs are chosen
         "LD_PRELOAD": _before("LD_PRELOAD", [str(folder / name) for name in libraries], " "),
         "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", [str(folder)], ":"),
         "PYTHONPATH": _before("PYTHONPATH", [str(HERE / "hook")], ":"),

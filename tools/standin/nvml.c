@@ -139,6 +139,15 @@ status nvmlDeviceGetP2PStatus(void *one, void *other, int kind, int *can) {
     return SUCCESS;
 }
 
+/* torch requires these two: no link between GPUs is shown. */
+status nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) {
+    return NOT_SUPPORTED;
+}
+
+status nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *bus) {
+    return NOT_SUPPORTED;
+}
+
 status nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later) {
     return NOT_SUPPORTED;
 }

@@ -1,0 +1,132 @@
+"""The stand-in for CUDA's libraries: what it says, what it refuses, and what a program on it sees."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.utils.folders import cache_root
+from tools.standin.build import STAMP, build, environment, missing, site_packages_of_torch, torch_version
+
+LACKS = missing(site_packages_of_torch())
+needs_build = pytest.mark.skipif(bool(LACKS), reason=f"the stand-in for CUDA needs {', '.join(LACKS)}")
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Path:
+    return build(site_packages_of_torch(), cache_root() / "standin")
+
+
+def run(libraries: Path, code: str, **how: int) -> subprocess.CompletedProcess[str]:
+    """A Python program on the stand-in."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment(libraries, **how), capture_output=True, text=True, timeout=200)
+
+
+def test_a_build_names_everything_that_is_missing_and_refuses_a_torch_without_cuda(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    version = tmp_path / "torch" / "version.py"
+    version.write_text("__version__ = '2.13.0+cpu'\n")
+    with pytest.raises(ValueError, match=r"built for CUDA 13, not 2\.13\.0\+cpu"):
+        build(tmp_path, tmp_path / "out")
+    version.write_text("__version__ = '2.13.0+cu130'\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"missing gcc \(package gcc\), nm .*, g\+\+ .*cublas") as caught:
+        build(tmp_path, tmp_path / "out", values=True)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="folder without space"):
+        build(tmp_path, tmp_path / "two words")
+
+
+def test_an_environment_keeps_the_users_variables_and_refuses_another_torch_machine_or_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/lib/mine.so")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of real ones
+    own = {"torch": torch_version(), "machine": os.uname().machine}
+    (tmp_path / STAMP).write_text(json.dumps(own))
+    made = environment(tmp_path, gpu="a100", count=2)
+    assert set(os.environ) <= set(made) and made["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert made["LD_PRELOAD"].split()[0] == f"{tmp_path}/libstandin.so" and made["LD_PRELOAD"].endswith(" /lib/mine.so")
+    assert (made["STANDIN_CAPABILITY"], made["CUDA_VISIBLE_DEVICES"]) == ("8.0", "0,1")
+    with pytest.raises(ValueError, match="knows a100, b200, h100, h200, not 't4'"):
+        environment(tmp_path, gpu="t4")
+    with pytest.raises(ValueError, match="built without values"):
+        environment(tmp_path, values=True)
+    for key, value in (("torch", "2.12.0+cu130"), ("machine", "riscv64")):
+        (tmp_path / STAMP).write_text(json.dumps(own | {key: value}))
+        with pytest.raises(ValueError, match=rf"built for {key} {value.replace('+', '.')}, and this is"):
+            environment(tmp_path)
+
+
+DEVICE = """
+import ctypes, torch
+from nemo_rl.algorithms.parts.hardware import gpu_names
+assert gpu_names() == [torch.cuda.get_device_name()] and "stand-in, no GPU" in gpu_names()[0]
+assert torch.cuda.get_device_capability() == (9, 0) and torch.cuda.device_count() == 1
+free, total = torch.cuda.mem_get_info()
+x = torch.ones(4096, 4096, device="cuda")
+y = (x @ x).cpu()  # no kernel has run, and a large copy is not made
+assert torch.cuda.mem_get_info()[0] < free and x.sum().item() == 0
+try:
+    torch.empty(total, dtype=torch.uint8, device="cuda")
+    raise SystemExit("more memory than there is")
+except torch.OutOfMemoryError:
+    del x
+torch.cuda.empty_cache()
+library, pinned = ctypes.CDLL(None), torch.empty(1 << 20, pin_memory=True)
+own = torch.empty(1 << 20)
+assert pinned.is_pinned() and not own.is_pinned()
+assert library.cudaHostRegister(ctypes.c_void_p(own.data_ptr()), ctypes.c_size_t(own.nbytes), 0) == 0
+assert own.is_pinned()
+assert ctypes.c_long.in_dll(library, "standin_launches").value > 0
+unknown = ctypes.c_long.in_dll(library, "standin_unknown_calls")
+assert unknown.value == 0
+library.cudaDeviceGetTexture1DLinearMaxWidth(), library.cudaDeviceGetTexture1DLinearMaxWidth()
+assert unknown.value == 2
+block, ones = torch.zeros(4, device="cuda"), torch.ones(4)
+library.standin_poke(ctypes.c_void_p(block.data_ptr()), ctypes.c_void_p(ones.data_ptr()), ctypes.c_size_t(16))
+assert block.tolist() == [1, 1, 1, 1]
+print("done")
+"""
+
+
+@needs_build
+def test_a_device_has_the_gpus_memory_and_computes_nothing_and_every_line_that_it_prints_says_so(libraries):
+    done = run(libraries, DEVICE)
+    assert done.stdout == "done\n", done.stderr
+    lines = [line for line in done.stderr.splitlines() if "CUDACachingAllocator" not in line]  # torch's own warning
+    assert len(lines) == 2 and all(line.startswith("stand-in for CUDA, no GPU computes: ") for line in lines), lines
+    assert "no value on it is true" in lines[0]
+    assert "cudaDeviceGetTexture1DLinearMaxWidth is not known to it" in lines[1]  # once
+
+
+SENDER = '''
+import sys, torch
+from torch.multiprocessing.reductions import reduce_tensor
+import pickle, os, signal, subprocess
+block = torch.arange(64, device="cuda", dtype=torch.int64)
+block.copy_(torch.arange(64))  # a copy takes place here, and a kernel does not
+handle = pickle.dumps(reduce_tensor(block))
+reader = """
+import pickle, sys, torch
+rebuild, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
+block = rebuild(*arguments)
+print(block.cpu().sum().item())
+block.copy_(torch.ones(64))
+"""
+subprocess.run([sys.executable, "-c", reader, handle.hex()], check=True)
+print(block.cpu().sum().item(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+@needs_build
+def test_another_process_sees_the_same_device_memory_and_a_killed_one_leaves_nothing_in_dev_shm(libraries):
+    before = set(os.listdir("/dev/shm"))
+    done = run(libraries, SENDER, writes=1 << 20)
+    assert done.stdout == "2016\n64\n" and done.returncode == -9, done.stderr
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if "standin" in name], left
