@@ -1,0 +1,82 @@
+"""What a rank must believe of its absent neighbours, where the unchanged memory of torch's `fake` group is no answer.
+
+A collective of the fake group returns at once and leaves its outputs as they are. That is good enough for numbers that
+are only computed with. Here is what decides how the rank goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules, stage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+class Zeros(dict):
+    """Metrics of the last pipeline stage, which this rank does not know: each is 0."""
+
+    def __missing__(self, key: str) -> float:
+        return 0.0
+
+    def __or__(self, other: Any) -> Zeros:
+        return Zeros(dict(self) | dict(other))
+
+
+def join(rank: int, world_size: int) -> None:
+    """Become `rank` of a world whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.new_group = torch.distributed.new_group = _all_fake(dist.new_group)
+    dist.all_gather_object = _all_like_own
+    dist.broadcast_object_list = _zeros_of_others
+    torch.Tensor.tolist = _balanced(torch.Tensor.tolist)
+    # Pipelines ask their neighbours by message whether shapes must be inferred; ours are known beforehand.
+    for kind in (schedules._PipelineSchedule, *schedules._PipelineSchedule.__subclasses__()):
+        if "_warmup_p2p" in vars(kind):
+            kind._warmup_p2p = _shapes_are_known
+
+
+def _all_fake(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Groups over gloo would wait for their members."""
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pg_options", None)
+        return new_group(*args, **kwargs | {"backend": "fake"})
+
+    return new_fake_group
+
+
+def _all_like_own(out: list[Any], own: Any, group: Any = None) -> None:
+    """Every rank has the same, but what a pipeline stage exports only it has."""
+    from nemo_rl.refit.layout import ExportedTensor
+
+    is_of_stage = isinstance(own, list) and bool(own) and isinstance(own[0], ExportedTensor)
+    out[:] = [[] if is_of_stage else own] * len(out)
+    out[dist.get_rank(group)] = own
+
+
+def _zeros_of_others(objects: list[Any], src: int | None = None, group: Any = None, **how: Any) -> None:
+    if dist.get_rank() != src:
+        objects[:] = [Zeros() if isinstance(value, dict) else value for value in objects]
+
+
+def _balanced(tolist: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Rows that experts send to each rank and get from it are numbers of kernels that did not run: as many for all."""
+
+    def balanced(self: torch.Tensor) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code.co_name != "parallel_experts":
+            return tolist(self)
+        rows, ranks = caller.f_locals["top_k_index"].numel(), caller.f_locals["ranks"]
+        each = [rows // ranks + (number < rows % ranks) for number in range(ranks)]
+        return [each, each]
+
+    return balanced
+
+
+def _shapes_are_known(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    for one in stages:
+        one._inference_mode = stage.InferenceMode.STATIC

@@ -1,0 +1,71 @@
+"""One rank of a run over the stand-in, as a process of its own: `tools/trace_recipe.py` starts it and reads its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl.algorithms.parts.placement import phases_of
+from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.memory import Machine, ModelShape
+from nemo_rl.models.policy.pretrained import load_config as load_shape
+from nemo_rl.utils.registry import import_object
+from tools.config_cli import MODELS
+from tools.standin.trace import neighbours, world
+from tools.standin.trace.phases import Phases
+
+
+def where(error: BaseException) -> str:
+    """File and line in this project where an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/nemo_rl/" in frame.filename and "site-packages" not in frame.filename]
+    return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
+
+
+def trace(task: dict[str, Any]) -> dict[str, Any]:
+    """Run a rank. `task`: see `tools/trace_recipe.py`. Returns what it did, and where it stopped if it did."""
+    config = load_config(import_object(MODELS[task["section"]], "model"), task["config"], task["overrides"])
+    size = config.training_cluster.num_workers
+    os.environ |= {"RANK": str(task["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    neighbours.join(task["rank"], size)
+    torch.cuda.init()
+    phases = Phases(torch.device("cuda", 0))
+    report: dict[str, Any] = {"rank": task["rank"], "world_size": size, "stop": None}
+    with tempfile.TemporaryDirectory() as folder:
+        world.install(phases, Path(folder))
+        try:
+            world.RUNS[task["section"]](config)
+        except Exception as error:
+            traceback.print_exc()
+            report["stop"] = {"error": f"{type(error).__name__}: {error}"[:2000], "at": where(error)}
+    memory = torch.cuda.get_device_properties(0).total_memory
+    model = ModelShape.of(load_shape(config.policy.model_name, dict(config.policy.hf_config_overrides)))
+    predicted = phases_of(config, model, Machine(is_gpu=True, memory=memory))
+    report |= {
+        "gpu": torch.cuda.get_device_name(0),
+        "memory": memory,
+        "phases": phases.as_json(),
+        "predicted": [{"name": p.name, "device": p.device, "parts": [asdict(part) for part in p.parts]} for p in predicted],
+        "messages": [[list(ranks), [str(m) for m in found]] for ranks, found in phases.observer.messages.items()],
+    }
+    return report
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    report = trace(task)
+    Path(task["out"]).write_text(json.dumps(report), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # libraries for a GPU have nothing to give back here
+
+
+if __name__ == "__main__":
+    main()
