@@ -9,35 +9,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig  # noqa: E402
 from nemo_rl.config.cli import Parser  # noqa: E402
 from nemo_rl.config.loader import load_config  # noqa: E402
 from nemo_rl.config.sources import load_tree  # noqa: E402
 from nemo_rl.config.terminal import visible  # noqa: E402
+from nemo_rl.models.policy.memory import CONTEXT_BYTES  # noqa: E402
 from nemo_rl.utils.folders import cache_root  # noqa: E402
 from nemo_rl.utils.registry import import_object  # noqa: E402
 from tools.config_cli import MODELS as MASTERS  # noqa: E402
-
-GPUS = ("h100", "a100", "b200", "h200")
-OTHER_PROCESSES = ("CUDA context", "asleep beside it", "engine's weights", "KV cache")
-"""Parts of a prediction that are not in the trace: it is of the training process, as torch's allocator sees it."""
+from tools.standin.build import GPUS, build, environment, site_packages_of_torch  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="of a run with GPUs")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--gpu", choices=GPUS, default="h100", help="its memory and its compute capability")
+    parser.add_argument("--rank", type=int, default=0, help="whose work is done")
+    parser.add_argument("--all-ranks", action="store_true", help="of every rank, one after the other, and compare them")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="its memory and its compute capability")
     parser.add_argument("--json", type=Path, help="write what was found there, too")
     parser.add_argument("overrides", nargs="*", help="key=value")
     return parser.parse_intermixed_args(argv)
@@ -51,86 +51,157 @@ def section_of(path: Path) -> str:
     return found.pop()
 
 
-def standin_environment(gpu: str) -> dict[str, str]:
-    lib = os.environ["LIB"]
-    names = ("libfakegpu.so", "libcuda.so.1", "libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13",
-             "libnvidia-ml.so.1", "libnccl.so.2")
-    copies = [str(p) for p in [*Path(lib).glob("libcudart.*.so.13"), *Path(lib).glob("libcudart-*.so*")]]
-    return {"LD_PRELOAD": " ".join([*(f"{lib}/{n}" for n in names), *copies]), "LD_LIBRARY_PATH": lib}
+@dataclass(frozen=True)
+class Recipe:
+    """A configuration with small steps, whose models are folders of holes."""
 
+    path: Path
+    section: str
+    num_ranks: int
+    overrides: list[str]
+    variables: dict[str, str]  # that the configuration sets for its workers
+    compiles: bool
+    has_indices: bool  # the host reads integers that are computed on the device
+    disk: int  # bytes of the models' folders
 
-def trace(config_path: Path, overrides: Sequence[str], *, rank: int, gpu: str) -> dict[str, Any]:
-    """Trace one rank in a process of its own."""
-    from tools.standin.shapes import MODELS, published
-    from tools.standin.trace.folder import disk_bytes, sparse_folder
-    from tools.standin.trace.samples import batch_overrides
+    @classmethod
+    def prepare(cls, path: Path, overrides: Sequence[str]) -> Recipe:
+        """Raises ValueError: it is no training run, or the shape of a model is not known."""
+        from tools.standin.shapes import MODELS, published
+        from tools.standin.trace.folder import disk_bytes, sparse_folder
+        from tools.standin.trace.samples import batch_overrides
 
-    section = section_of(config_path)
-    master = import_object(MASTERS[section], "model")
-    config = load_config(master, config_path, list(overrides))
-    size = config.training_cluster.num_workers
-    if not 0 <= rank < size:
-        raise ValueError(f"--rank {rank}: the training ranks are 0 to {size - 1}")
-    models = {"policy": config.policy}
-    if hasattr(config, "further_models"):
-        models |= {further.key: further.config for further in config.further_models}
-    replaced, folders = [], {}
-    for key, policy in models.items():
-        name = published(policy.model_name)
-        folder = cache_root() / "standin" / "models" / name.replace("/", "_")
-        folders[name] = sparse_folder(MODELS[name], folder)
-        replaced += [f"{key}.model_name={folder}", f"++{key}.tokenizer.name={folder}"]
-    steps = [f"++{section}.val_period=0", f"++{section}.max_num_steps=2"]
-    steps += [f"++{section}.val_at_start=false", f"++{section}.val_at_end=false"]
-    given = [*overrides, *replaced, *batch_overrides(config), *steps, "++checkpointing.enabled=false"]
-    with tempfile.TemporaryDirectory() as work:
-        task, out = Path(work, "task.json"), Path(work, "out.json")
-        asked = {"config": str(config_path), "section": section, "overrides": given, "rank": rank, "out": str(out)}
-        task.write_text(json.dumps(asked), encoding="utf-8")
-        environment = {**os.environ, **standin_environment(gpu), **(config.policy.backend_cfg.env_vars or {})}
-        command = [sys.executable, "-m", "tools.standin.trace.rank", str(task)]
-        done = subprocess.run(command, cwd=ROOT, env=environment)
-        if done.returncode or not out.exists():
-            raise ValueError(f"the process of rank {rank} ended with status {done.returncode}")
-        report = json.loads(out.read_text(encoding="utf-8"))
-    report["disk"] = sum(disk_bytes(folder) for folder in folders.values())
-    return report
+        section = section_of(path)
+        config: Any = load_config(import_object(MASTERS[section], "model"), path, list(overrides))
+        models = {"policy": config.policy}
+        if isinstance(config, RolloutMasterConfig):
+            models |= {further.key: further.config for further in config.further_models}
+        replaced, folders = [], set()
+        for key, policy in models.items():
+            name = published(policy.model_name)
+            folder = sparse_folder(MODELS[name], cache_root() / "standin" / "models" / name.replace("/", "_"))
+            folders.add(folder)
+            replaced += [f"{key}.model_name={folder}", f"++{key}.tokenizer.name={folder}"]
+        compiles = any(policy.dtensor_cfg.enabled and policy.dtensor_cfg.torch_compile for policy in models.values())
+        steps = ["val_period=0", f"max_num_steps={2 + compiles}", "val_at_start=false", "val_at_end=false"]
+        return cls(
+            path=path,
+            section=section,
+            num_ranks=config.training_cluster.num_workers,
+            overrides=[
+                *overrides,
+                *replaced,
+                *batch_overrides(config),
+                *(f"++{section}.{step}" for step in steps),
+                "++checkpointing.enabled=false",
+            ],
+            variables=dict(config.policy.backend_cfg.env_vars or {}),
+            compiles=compiles,
+            has_indices=config.policy.megatron_cfg.enabled or section == "distillation",
+            disk=sum(disk_bytes(folder) for folder in folders),
+        )
+
+    def trace(self, rank: int, gpu: str) -> dict[str, Any]:
+        """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own."""
+        from tools.standin.trace.index_values import WRITES
+
+        standin = build(site_packages_of_torch(), cache_root() / "standin")
+        variables = environment(standin, gpu=gpu, writes=WRITES if self.has_indices else 0) | self.variables
+        with tempfile.TemporaryDirectory() as work:
+            task, out = Path(work, "task.json"), Path(work, "out.json")
+            asked = {
+                "config": str(self.path.absolute()),
+                "section": self.section,
+                "overrides": self.overrides,
+                "rank": rank,
+                "out": str(out),
+                "observed_from": 3 if self.compiles else 0,
+                "has_indices": self.has_indices,
+            }
+            task.write_text(json.dumps(asked), encoding="utf-8")
+            command = [sys.executable, "-W", "ignore", "-m", "tools.standin.trace.rank", str(task)]
+            done = subprocess.run(command, cwd=ROOT, env=variables)
+            if done.returncode or not out.exists():
+                raise ValueError(f"the process of rank {rank} ended with status {done.returncode}")
+            return json.loads(out.read_text(encoding="utf-8"))
 
 
 def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f}"
 
 
-def lines_of(report: dict[str, Any]) -> list[str]:
-    """The report as it is printed."""
-    lines = [f"{'phase':<46}{'CPU s':>7}{'peak':>8}{'reserv.':>8}{'after':>8}{'TFLOP':>9}{'waits':>7}{'h2d':>7}{'d2h':>7}"]
-    for name, row in report["phases"].items():
-        lines.append(
-            f"{name:<46}{row['cpu_s']:>7.1f}{gb(row['peak']):>8}{gb(row['reserved']):>8}{gb(row['after']):>8}"
-            f"{row['tflop']:>9.2f}{row['waits']:>7}{gb(row['to_device']):>7}{gb(row['to_host']):>7}"
-        )
+def predicted_of(phase: str, predicted: Mapping[str, Mapping[str, float]]) -> Mapping[str, float] | None:
+    """The prediction for a worker's call, such as `value train`: of the highest moment that it contains."""
+    model, _, method = phase.partition(" ")
+    kinds = {"train": ("train", "update"), "pack": ("weight sync",)}
+    names = kinds.get(method, ("logprobs",) if method.startswith("compute") else ())
+    prefix = "" if model == "policy" else f"{model.replace('teacher-', 'teachers.')} "
+    found = [predicted[prefix + name] for name in names if prefix + name in predicted]
+    return max(found, key=lambda one: one["peak"], default=None)
+
+
+def lines_of(report: Mapping[str, Any]) -> list[str]:
+    """What a rank did, as it is printed: its last training step, and before the first one."""
+    titles = ("CPU s", "peak", "predicted", "reserved", "predicted", "TFLOP", "waits", "to GPU", "to host")
+    lines = [f"rank {report['rank']} of {report['world_size']}, {report['gpu']}; GB without the CUDA context"]
+    lines.append(f"{'phase':<44}" + "".join(f"{title:>10}" for title in titles))
+    last = max(int(key.rpartition("|")[2]) for key in report["phases"])
+    for key, row in report["phases"].items():
+        name, _, step = key.rpartition("|")
+        if int(step) not in (0, last):
+            continue
+        foreseen = predicted_of(name, report["predicted"])
+        compiled = report["phases"].get(f"{name}|{int(step) - 1}", row) if report["compiles"] else row
+        memory = [n for kind in ("peak", "reserved") for n in (compiled[kind], foreseen[kind] if foreseen else None)]
+        cells = [f"{row['cpu_s']:.1f}", *("" if number is None else gb(number) for number in memory)]
+        cells += [f"{row['tflop']:.2f}", str(row["waits"]), gb(row["to_device"]), gb(row["to_host"])]
+        where = name if int(step) else f"{name} (before the first step)"
+        lines.append(f"{where:<44}" + "".join(f"{cell:>10}" for cell in cells))
         for kind, calls in row["collectives"].items():
-            lines.append(f"    {kind:<36}{calls:>7} calls {gb(row['collective_bytes'][kind]):>8} GB")
-    for phase in report["predicted"]:
-        own = {p["name"]: p["num_bytes"] for p in phase["parts"] if p["name"] not in OTHER_PROCESSES}
-        lines.append(f"predicted {phase['name']:<20}{gb(sum(own.values())):>8}  {({k: gb(v) for k, v in own.items()})}")
+            lines.append(f"    {kind:<36}{calls:>6} calls{gb(row['collective_bytes'][kind]):>10} GB")
     return lines
+
+
+def problems_of(report: Mapping[str, Any]) -> list[str]:
+    """Why a rank cannot run as it is: it stopped, or has too much memory."""
+    found = []
+    if (stop := report["stop"]) is not None:
+        found.append(f"rank {report['rank']} stopped at {stop['at']}: {stop['error']}")
+    reserved = max((row["reserved"] for row in report["phases"].values()), default=0) + CONTEXT_BYTES
+    if reserved > report["memory"]:
+        found.append(f"rank {report['rank']} needs {gb(reserved)} GB, and its GPU has {gb(report['memory'])} GB")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
-        report = trace(arguments.config, arguments.overrides, rank=arguments.rank, gpu=arguments.gpu)
+        recipe = Recipe.prepare(arguments.config, arguments.overrides)
+        if not 0 <= arguments.rank < recipe.num_ranks:
+            raise ValueError(f"--rank {arguments.rank}: the training ranks are 0 to {recipe.num_ranks - 1}")
+        ranks = range(recipe.num_ranks) if arguments.all_ranks else [arguments.rank]
+        reports, problems = [], []
+        for rank in ranks:
+            reports.append(recipe.trace(rank, arguments.gpu) | {"compiles": recipe.compiles, "disk": recipe.disk})
+            problems += problems_of(reports[-1])
+            print("\n".join(lines_of(reports[-1])), flush=True)
     except (ValueError, OSError) as error:
         sys.stderr.write(visible(f"error: {error}\n"))
         return 2
+    if arguments.all_ranks:
+        from tools.standin.trace.compare import differences
+
+        messages = {r["rank"]: {tuple(ranks): found for ranks, found in r["messages"]} for r in reports}
+        groups = {group for of_rank in messages.values() for group in of_rank}
+        calls = sum(len(found) for of_rank in messages.values() for found in of_rank.values())
+        different = differences(messages)
+        print(f"{len(ranks)} ranks, {len(groups)} groups, {calls} calls: {len(different) or 'no'} differences")
+        problems += different
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report), encoding="utf-8")
-    print("\n".join(lines_of(report)))
-    if report["stop"] is not None:
-        print(f"STOP rank {report['rank']}: {report['stop']['error']} at {report['stop']['at']}")
-        return 1
-    return 0
+        arguments.json.write_text(json.dumps(reports), encoding="utf-8")
+    print(f"the models' folders take {recipe.disk / 1e6:.1f} MB of disk; no GPU computed anything")
+    print("\n".join(f"PROBLEM: {problem}" for problem in problems) or "no problem found")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The shapes of the models that our configurations name, as published in their config.json, where no hub serves them."""
+"""The shapes of the models that our configurations name, as their config.json has them: no hub serves them here."""
 
 from __future__ import annotations
 

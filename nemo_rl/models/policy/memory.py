@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import GenerationConfig, PolicyConfig, RolloutPolicyConfig, token_budgets
-from nemo_rl.models.policy.head.logit_tiles import GPU_TILE_BYTES, TILE_BYTES
+from nemo_rl.models.policy.head.logit_tiles import FREE_SHARE, GPU_TILE_BYTES, MAX_ROWS, TILE_BYTES
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
@@ -50,6 +50,7 @@ class ModelShape:
     largest_parameter: int
     hidden: int
     intermediate: int  # of the MLP, or of the experts of a token together
+    routed: int  # experts of a token; 0: a dense model
     key_values: int  # keys and values of a token in a layer
     queries: int
     vocab_size: int
@@ -88,6 +89,7 @@ class ModelShape:
             largest_parameter=max(parameter.numel() for parameter in model.parameters()),
             hidden=hidden,
             intermediate=narrow * routed if experts else settings.get("intermediate_size") or 4 * hidden,
+            routed=routed if experts else 0,
             key_values=2 * (settings.get("num_key_value_heads") or heads) * width,
             queries=heads * width,
             vocab_size=text.vocab_size,
@@ -98,14 +100,14 @@ class ModelShape:
         layers = self.num_layers * (self.layer_parameters + self.expert_parameters)
         return self.root_parameters + self.tower_parameters + layers
 
-    def saved_numbers(self, compute_bytes: int, tensor_parallel: int) -> float:
-        """Bytes that one layer keeps of one token for its backward pass.
+    def saved_numbers(self, compute_bytes: int, tensor_parallel: int, split: int = 1) -> float:
+        """Bytes that one layer keeps of one token for its backward pass. `split`: ranks that share positions in norms.
 
         Each of two norms keeps its float32 input, the normalised and the scaled values; attention keeps queries, keys,
         values and its output, twice as its layout changes; a gated MLP keeps gate, its activation, the other half and
         their product.
         """
-        norms = 2 * self.hidden * (4 + 2 * compute_bytes)
+        norms = 2 * self.hidden * (4 + 2 * compute_bytes) / split
         attention = (3 * self.queries + self.key_values) * compute_bytes / tensor_parallel
         mlp = 4 * self.intermediate * compute_bytes / tensor_parallel
         return norms + attention + mlp
@@ -160,11 +162,13 @@ def training_phases(
     budgets = token_budgets(policy, sequences)
     is_megatron = isinstance(sizes, MegatronSizes)
     layers = -(-model.num_layers // sizes.pipeline_parallel)
-    whole = (layers * model.layer_parameters + model.root_parameters) / sizes.tensor_parallel
-    whole += layers * model.expert_parameters / sizes.expert_parallel
-    whole += model.tower_parameters
+    dense = (layers * model.layer_parameters + model.root_parameters) / sizes.tensor_parallel + model.tower_parameters
+    # The ranks that share experts are taken out of those that shard the parameters.
+    experts = layers * model.expert_parameters / sizes.expert_parallel
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
-    own = whole / shards
+    expert_shards = 1 if is_megatron else shards // sizes.expert_parallel
+    whole = dense + experts
+    own = dense / shards + experts / expert_shards
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
     trained = 0.0 if not is_trained else own * 0.01 if policy.adapters.enabled else own
     if isinstance(sizes, MegatronSizes):
@@ -203,10 +207,146 @@ def training_phases(
             Part("optimizer's temporaries", scratch, f"set {policy.key('optimizer.kwargs.fused')}"),
         ],
     }
-    for parts in phases.values() if not machine.is_gpu else ():
+    if machine.is_gpu:
+        free = (machine.memory or 80e9) - sum(part.num_bytes for part in phases["train"][:2]) - held
+        train_tokens, scored_tokens = (tokens / sizes.context_parallel for tokens in budgets)
+        rank = _GpuRank(policy, model, sizes, shards, expert_shards, trained > 0, free)
+        return {
+            "logprobs": [*resident, *rank.forward(scored_tokens)],
+            "train": [*resident, Part("gradients", held, cut), *rank.training(train_tokens)],
+            "update": phases["update"],
+        }
+    for parts in phases.values():
         slack = HEAP_SHARE * sum(part.num_bytes for part in parts)
         parts.append(Part("slack of the heap", slack, "nothing lowers it"))
     return phases
+
+
+RESERVE = "allocator's reserve"
+
+
+@dataclass(frozen=True)
+class _GpuRank:
+    """What a rank on a GPU has beside weights, optimizer state and gradients at the moments when it has most.
+
+    The allocator keeps the blocks of all moments, and those of one seldom fit another. So memory that only other
+    moments use is in reserve. Measured over the stand-in for CUDA (`tools/trace_recipe.py`). Experts are taken to be
+    loaded evenly.
+    """
+
+    policy: PolicyConfig
+    model: ModelShape
+    sizes: ParallelSizes
+    shards: int
+    expert_shards: int
+    is_trained: bool
+    free: float  # bytes of the device that nothing lasting takes
+
+    @property
+    def compute(self) -> int:
+        return BYTES[self.policy.precision]
+
+    @property
+    def layers(self) -> int:
+        return -(-self.model.num_layers // self.sizes.pipeline_parallel)
+
+    @property
+    def layer(self) -> float:
+        """Numbers of a whole layer, as a pass needs it."""
+        experts = self.model.expert_parameters / self.sizes.expert_parallel
+        return self.model.layer_parameters / self.sizes.tensor_parallel + experts
+
+    @property
+    def root(self) -> float:
+        """Numbers of embedding, head and last norm, and of a vision tower."""
+        return self.model.root_parameters / self.sizes.tensor_parallel + self.model.tower_parameters
+
+    @property
+    def head(self) -> float:
+        """Numbers of the head."""
+        if self.policy.reward_model_cfg.enabled:
+            return 0.0
+        return self.model.vocab_size * self.model.hidden / self.sizes.tensor_parallel
+
+    @property
+    def split(self) -> int:
+        """Ranks that share the positions between the products of a layer."""
+        is_split = self.policy.backend_cfg.sequence_parallel
+        return self.sizes.tensor_parallel if is_split else 1
+
+    @property
+    def tile(self) -> float:
+        least, most = GPU_TILE_BYTES
+        return min(max(least, self.free * FREE_SHARE), most)
+
+    def products(self) -> float:
+        """Numbers of a token that a layer's forward pass has at once: three halves of the MLP, and hidden states."""
+        hidden = self.model.hidden * (4 * self.model.routed + 6)
+        return 3 * self.model.intermediate / self.sizes.tensor_parallel + hidden / self.split
+
+    def kept(self) -> float:
+        """Bytes of a token that one layer keeps for its backward pass."""
+        saved = self.model.saved_numbers(self.compute, self.sizes.tensor_parallel, self.split)
+        return saved + 3 * self.model.routed * self.model.hidden * self.compute
+
+    def gathered(self, layers: int) -> list[Part]:
+        if isinstance(self.sizes, MegatronSizes):
+            return []
+        key = self.policy.backend_cfg.key("tensor_parallel_size")
+        return [Part("gathered weights", (self.root + layers * self.layer) * self.compute, f"raise {key}")]
+
+    def forward(self, tokens: float) -> list[Part]:
+        """A pass without gradients."""
+        name = "sequence_packing.logprob_mb_tokens" if self.policy.sequence_packing.enabled else "logprob_batch_size"
+        size = f"lower {self.policy.key(name)}"
+        parts = [*self.gathered(2), Part("activations", tokens * self.products() * self.compute, size)]
+        if self.head:
+            parts.append(Part("logit tiles", self.tile, f"lower {self.policy.key('logprob_chunk_size')}"))
+        return parts
+
+    def training(self, tokens: float) -> list[Part]:
+        """The moment of a backward pass that has most, with the others' memory in reserve."""
+        is_packed, backend = self.policy.sequence_packing.enabled, self.policy.backend_cfg
+        budget = self.policy.key("sequence_packing.train_mb_tokens" if is_packed else "train_micro_batch_size")
+        size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
+        recomputes = backend.activation_checkpointing in (True, "full")
+        in_flight = self.sizes.pipeline_parallel
+        of_layer = self.kept() * (1 if recomputes else self.layers)
+        states = self.model.hidden * self.compute / self.split
+        kept = tokens * states * self.layers * in_flight if recomputes else tokens * of_layer * in_flight
+        working = self.products() * self.compute + (self.kept() if recomputes else 0.0)
+        chunk = f"lower {self.policy.key('logprob_chunk_size')}"
+        rows = min(tokens, self.policy.logprob_chunk_size or MAX_ROWS)
+        block = min(self.tile / MAIN_BYTES / rows * self.model.hidden, self.head) * MAIN_BYTES if self.head else 0.0
+        blocks = block * (1 if tokens <= rows else 2)  # the sum, and a product that is added to it
+        of_head = self.head * self.compute * self.is_trained
+        per_number = (self.compute + MAIN_BYTES) * self.is_trained  # a gradient, and as it is sent to be reduced
+        in_buffers = isinstance(self.sizes, MegatronSizes)
+        moments = [
+            [
+                *self.gathered(1),
+                Part("activations", kept + 2 * tokens * self.model.hidden * MAIN_BYTES, size),
+                Part("gradient of the head", of_head + blocks * self.is_trained, chunk),
+                Part("logit tiles", self.tile if self.head else 0.0, chunk),
+            ],
+            [
+                *self.gathered(2),
+                Part("activations", kept + tokens * working, size),
+                Part("gradient of the head", of_head, chunk),
+                Part("gradient of a layer", 0.0 if in_buffers else self.layer * per_number, size),
+            ],
+            [
+                *self.gathered(0),
+                Part("activations", 0.0, size),
+                Part("gradient of embedding and head", 0.0 if in_buffers else self.root * per_number, size),
+            ],
+        ]
+        most = max(moments, key=lambda parts: sum(part.num_bytes for part in parts))
+        highest: dict[str, float] = {}
+        for part in (part for parts in moments for part in parts):
+            highest[part.name] = max(highest.get(part.name, 0.0), part.num_bytes)
+        reserve = sum(highest.values()) - sum(part.num_bytes for part in most)
+        return [*most, Part(RESERVE, reserve, size)]
 
 
 _WORKING = 6  # tensors of the widest product in a layer that are alive at once in its backward pass

@@ -303,18 +303,19 @@ def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConf
     names = ExpertNames(config.get_text_config().model_type)
     wanted: dict[str, tuple[int, ...]] = {}
     with StoredModel(model_path, partial(name_in_model, config=config)) as stored:
-        if stored.names is None:
+        in_files = stored.names
+        if in_files is None:
             return
         _check_head(f"{key}: {name!r}", stored, wants_score=is_scalar(config), has_score=has_score)
         for parameter, tensor in named_tensors(model):
             shape = tuple(tensor.shape)
             if parameter == HEAD_WEIGHT and not has_score:
                 continue
-            if parameter in stored.names:
+            if parameter in in_files:
                 wanted[parameter] = shape
             else:
-                wanted |= dict(names.as_in(stored.names).split_meta(parameter, shape))
-        found = {source: stored.tensor(source).get_shape() for source in wanted if source in stored.names}
+                wanted |= dict(names.as_in(in_files).split_meta(parameter, shape))
+        found = {source: stored.tensor(source).get_shape() for source in wanted if source in in_files}
     missing, differing = shape_differences(found, wanted)
     if found and (missing or differing):
         lists = {"missing": missing, "of another shape": differing}

@@ -64,7 +64,10 @@ def _zeros_of_others(objects: list[Any], src: int | None = None, group: Any = No
 
 
 def _balanced(tolist: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Rows that experts send to each rank and get from it are numbers of kernels that did not run: as many for all."""
+    """Rows that experts send to each rank and get from it are numbers of kernels that did not run: as many for all.
+
+    `IndexValues` would find them, too, and sort the rows of every layer on the host, which takes minutes.
+    """
 
     def balanced(self: torch.Tensor) -> Any:
         caller = sys._getframe(1)

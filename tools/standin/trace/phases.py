@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tools.standin.trace.index_values import IndexValues
 
 ATEN = torch.ops.aten
 PRODUCTS = {ATEN.mm: (0, 1), ATEN.addmm: (1, 2), ATEN.bmm: (0, 1), ATEN._grouped_mm: (0, 1)}
@@ -119,27 +121,34 @@ def _ranks_of(leaves: list[Any]) -> tuple[int, ...]:
 class Phases:
     """The numbers of a rank's phases, in the order in which they first happened.
 
-    A phase that is repeated, such as a bucket of a refit, adds up in one entry, with the highest of its peaks.
+    A phase that is repeated in a step, such as a bucket of a refit, adds up in one entry, with the highest of its
+    peaks. torch compiles nothing while a mode like the observer is active: a model that is compiled is observed in the
+    step `observed_from` alone, which has the memory of a model that is not.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_indices: bool, observed_from: int = 0) -> None:
+        """`has_indices`: the host reads integers that were computed on the device."""
         self.device = device
+        self.has_indices = has_indices
+        self.index_values = IndexValues()
+        self.observed_from = observed_from
         self.observer = Observer()
         self.found: dict[str, Numbers] = {}
         self.step = 0
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        numbers = self.observer.numbers = self.found.setdefault(f"{name}, step {self.step}", Numbers())
+    def measure(self, name: str, *, has_indices: bool = True) -> Iterator[None]:
+        numbers = self.observer.numbers = self.found.setdefault(f"{name}|{self.step}", Numbers())
         torch.cuda.reset_peak_memory_stats(self.device)
         started = time.process_time()
-        snap = __import__("os").environ.get("SNAP", "").split("|")
-        if snap[0] == f"{name}, step {self.step}": torch.cuda.memory._record_memory_history(max_entries=1000000, stacks="python")
         try:
-            with (__import__("contextlib").nullcontext() if __import__("os").environ.get("NOOBS") else self.observer):
+            with ExitStack() as stack:
+                if self.step >= self.observed_from:
+                    if has_indices and self.has_indices:
+                        stack.enter_context(self.index_values)
+                    stack.enter_context(self.observer)
                 yield
         finally:
-            if snap[0] == f"{name}, step {self.step}": torch.cuda.memory._dump_snapshot(snap[1]); torch.cuda.memory._record_memory_history(enabled=None)
             numbers.calls += 1
             numbers.cpu_s += time.process_time() - started
             numbers.peak = max(numbers.peak, torch.cuda.max_memory_allocated(self.device))
@@ -147,4 +156,5 @@ class Phases:
             numbers.after = torch.cuda.memory_allocated(self.device)
 
     def as_json(self) -> dict[str, Any]:
+        """The numbers by `<phase>|<step>`; step 0 is before the first."""
         return {name: vars(numbers) for name, numbers in self.found.items()}

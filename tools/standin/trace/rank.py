@@ -1,4 +1,4 @@
-"""One rank of a run over the stand-in, as a process of its own: `tools/trace_recipe.py` starts it and reads its file."""
+"""One rank of a run over the stand-in, in a process of its own, started by `tools/trace_recipe.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from nemo_rl.algorithms.parts.placement import phases_of
 from nemo_rl.config.loader import load_config
-from nemo_rl.models.policy.memory import Machine, ModelShape
+from nemo_rl.models.policy.memory import RESERVE, Machine, ModelShape, Phase
 from nemo_rl.models.policy.pretrained import load_config as load_shape
 from nemo_rl.utils.registry import import_object
 from tools.config_cli import MODELS
@@ -30,6 +29,17 @@ def where(error: BaseException) -> str:
     return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
 
 
+OTHER_PROCESSES = ("CUDA context", "asleep beside it", "engine's weights", "KV cache")
+"""Parts of a prediction that torch's allocator in the training process has not."""
+
+
+def in_allocator(phase: Phase) -> dict[str, float]:
+    """The predicted bytes of tensors at most, and of the device's memory that the allocator holds at most."""
+    parts = [part for part in phase.parts if part.name not in OTHER_PROCESSES]
+    reserved = sum(part.num_bytes for part in parts)
+    return {"peak": sum(part.num_bytes for part in parts if part.name != RESERVE), "reserved": reserved}
+
+
 def trace(task: dict[str, Any]) -> dict[str, Any]:
     """Run a rank. `task`: see `tools/trace_recipe.py`. Returns what it did, and where it stopped if it did."""
     config = load_config(import_object(MODELS[task["section"]], "model"), task["config"], task["overrides"])
@@ -37,7 +47,8 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"RANK": str(task["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "NODE_RANK": "0"}
     neighbours.join(task["rank"], size)
     torch.cuda.init()
-    phases = Phases(torch.device("cuda", 0))
+    how = {name: task[name] for name in ("has_indices", "observed_from")}
+    phases = Phases(torch.device("cuda", 0), **how)
     report: dict[str, Any] = {"rank": task["rank"], "world_size": size, "stop": None}
     with tempfile.TemporaryDirectory() as folder:
         world.install(phases, Path(folder))
@@ -48,12 +59,13 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
             report["stop"] = {"error": f"{type(error).__name__}: {error}"[:2000], "at": where(error)}
     memory = torch.cuda.get_device_properties(0).total_memory
     model = ModelShape.of(load_shape(config.policy.model_name, dict(config.policy.hf_config_overrides)))
-    predicted = phases_of(config, model, Machine(is_gpu=True, memory=memory))
     report |= {
         "gpu": torch.cuda.get_device_name(0),
         "memory": memory,
         "phases": phases.as_json(),
-        "predicted": [{"name": p.name, "device": p.device, "parts": [asdict(part) for part in p.parts]} for p in predicted],
+        "predicted": {
+            phase.name: in_allocator(phase) for phase in phases_of(config, model, Machine(is_gpu=True, memory=memory))
+        },
         "messages": [[list(ranks), [str(m) for m in found]] for ranks, found in phases.observer.messages.items()],
     }
     return report

@@ -30,6 +30,7 @@ from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptData
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy import lm_policy
+from nemo_rl.refit.sync import Refit
 from nemo_rl.utils.config import LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -37,9 +38,6 @@ from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.timer import TimeoutChecker
 from tools.standin.trace.phases import Phases
 from tools.standin.trace.samples import FullLengthExamples, FullLengthRollouts, Stored
-
-STEPS = 2
-"""Training steps: the optimizer's state is made in the first, so the second is the lasting one."""
 
 RUNS = {
     "grpo": grpo.run_grpo,
@@ -94,7 +92,9 @@ class LocalGroup:
     def __init__(self, cluster: LocalCluster, builder: RayWorkerBuilder, *, name_prefix: str, **how: Any) -> None:
         self.name = name_prefix
         if cluster.world_size() != int(os.environ["WORLD_SIZE"]):
-            raise ValueError(f"{name_prefix} has {cluster.world_size()} ranks, another world than this run's: trace it alone")
+            raise ValueError(
+                f"{name_prefix} has {cluster.world_size()} ranks, another world than this run's: trace it alone"
+            )
         self.rank = int(os.environ["RANK"])
         with self.phases.measure(f"{name_prefix} build"):
             self.worker = import_object(builder.worker_class_fqn, "worker class")(*builder.args, **builder.kwargs)
@@ -102,11 +102,16 @@ class LocalGroup:
     def _call(self, method: Any, args: Sequence[Any], kwargs: Any) -> Any:
         values = [arg.value if isinstance(arg, Stored) else arg for arg in args]
         column = f" {args[1]}" if method.__name__ == "compute" else ""
-        with self.phases.measure(f"{self.name} {method.__name__}{column}"):
+        is_refit = method.__name__ in ("prepare_refit", "pack")
+        with self.phases.measure(f"{self.name} {method.__name__}{column}", has_indices=not is_refit):
             return getattr(self.worker, method.__name__)(*values, **kwargs)
 
     def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         result = self._call(method, args, kwargs)
+        if method.__name__ == "prepare_refit":  # the first rank tells the layout, and what it packed
+            result |= {"layout": self.worker.sender.layout.to_dict()}
+        if method.__name__ == "pack":
+            result |= {"rank": 0, "fingerprints": b""}
         if method.__name__ not in ("share", "sum_column"):
             return [result]
         # Rows of other ranks have the same values as one of this rank: all samples are as long.
@@ -134,7 +139,7 @@ class LocalRun:
 
     def __init__(self, config: Any) -> None:
         self.config, self.stack, self.status = config, ExitStack(), 0
-        console = RunConsole(num_steps=STEPS, file=io.StringIO(), force_terminal=False)
+        console = RunConsole(num_steps=1, file=io.StringIO(), force_terminal=False)
         self.tools = RunTools(
             logger=Logger(LoggerConfig(), self.folder),
             console=console,
@@ -177,7 +182,7 @@ class LocalRollouts:
         self.model = Model.prepare(config.policy, config.checkpointing)
         self.sampling = sampling_params(config.policy.generation, self.model.tokenizer)
         tasks = list(config.distillation.task_to_teacher or ["task"]) if config.section == "distillation" else ["task"]
-        rows = [{"problem": str(number)} for number in range(config.rollout.num_prompts_per_step * STEPS)]
+        rows = [{"problem": str(number)} for number in range(config.rollout.num_prompts_per_step * 3)]
         dataset = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
         train = SimpleNamespace(parts=dataset.parts)
         loader = PromptDataLoader(dataset, config.rollout.num_prompts_per_step, seed=0)
@@ -206,13 +211,24 @@ class LocalRollouts:
             **parts,
             policy=policy,
             generation=None,
-            refit=make_refit(config, policy, engine, training, devices.generation),
+            refit=only_at_the_end(make_refit(config, policy, engine, training, devices.generation), config),
             prompts=self.prompts.loader,
             validation_prompts=[],
             train_sampling=self.sampling,
             val_sampling=self.sampling,
             flops=self.model.flops,
         )
+
+
+def only_at_the_end(refit: Refit, config: Any) -> Refit:
+    """The first and the middle syncs of a trace take buffers and devices and send no bucket: the last one does."""
+    transfer = refit._transfer
+
+    def transfer_at_the_end(*args: Any) -> list[list[dict[str, Any]]]:
+        return transfer(*args) if LocalGroup.phases.step == config.rollout.max_num_steps else []
+
+    refit._transfer = transfer_at_the_end
+    return refit
 
 
 class LocalEngine:

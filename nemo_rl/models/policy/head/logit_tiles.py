@@ -23,8 +23,8 @@ TILE_BYTES = 32 << 20
 GPU_TILE_BYTES = 128 << 20, 512 << 20
 """The least and the most on a GPU, where a product needs many columns to fill the device."""
 
-_FREE_SHARE = 1 / 64  # of a GPU's free memory, for one tile; a backward pass has two or three
-_MAX_ROWS = 8192
+FREE_SHARE = 1 / 64  # of a GPU's free memory, for one tile; a backward pass has two or three
+MAX_ROWS = 8192
 _FEW_COLUMNS = 4  # times the hidden size: a feed-forward layer keeps as many numbers of a token
 _COLUMN_MULTIPLE = 64
 _WHOLE_ROWS_TILES = 4  # tiles of whole rows are larger: with few rows at a time, reading the head would dominate
@@ -75,7 +75,7 @@ def tile_bytes_on(device: torch.device, *, is_equal: bool) -> int:
         return least
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
-    return min(max(least, int(free * _FREE_SHARE)), most)
+    return min(max(least, int(free * FREE_SHARE)), most)
 
 
 class TileOptions:
@@ -103,7 +103,7 @@ class TileOptions:
 
     def tile_shape(self, num_rows: int, num_columns: int, itemsize: int) -> tuple[int, int]:
         """Rows and columns of a tile, out of `num_rows` tokens and this rank's `num_columns` of the vocabulary."""
-        rows = self.rows_per(_WHOLE_ROWS_TILES * self.tile_bytes, itemsize) if self.is_filtered else _MAX_ROWS
+        rows = self.rows_per(_WHOLE_ROWS_TILES * self.tile_bytes, itemsize) if self.is_filtered else MAX_ROWS
         rows = rows if self.head.chunk_tokens is None else min(rows, self.head.chunk_tokens)
         rows = -(-num_rows // max(1, -(-num_rows // rows)))  # equal blocks
         if self.is_filtered:
