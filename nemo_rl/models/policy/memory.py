@@ -199,7 +199,7 @@ def training_phases(
         for tokens, grad in zip(budgets, (True, False), strict=True)
     )
     phases = {
-        "logprobs": [*used(grad=False), *logprobs],
+        "logprobs": [*used(grad=deferred), *logprobs],  # where gradients stay whole, weights stay gathered, too
         "train": [*used(grad=True), Part("gradients", held, cut), *train],
         "update": [
             *resident,
