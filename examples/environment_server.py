@@ -3,7 +3,7 @@
     python examples/environment_server.py --environment math --options '{num_workers: 1}' --port 8100
     python examples/environment_server.py --environment my_package.envs:MyEnv --host 0.0.0.0 --token-env ENV_TOKEN
 
-By default the server listens on 127.0.0.1. Other addresses need a token. docs/guides/environments.md describes the
+By default the server listens on 127.0.0.1. Other addresses need a token. docs/environments/http.md describes the
 protocol, which uses only JSON.
 """
 

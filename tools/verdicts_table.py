@@ -1,4 +1,4 @@
-"""Write the tables of the verifiers into docs/guides/environments.md, from tests/unit/environments/verdicts.py.
+"""Write the tables of the verifiers into docs/environments, from tests/unit/environments/verdicts.py.
 
 python tools/verdicts_table.py
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/guides/environments.md"
+PAGES = {"verdicts": ROOT / "docs/environments/math.md", "programs": ROOT / "docs/environments/code.md"}
 MARKS = {
     name: (f"<!-- {name}: tools/verdicts_table.py -->\n", f"<!-- end of {name} -->\n")
     for name in ("verdicts", "programs")
@@ -53,19 +53,21 @@ def tables() -> dict[str, str]:
     return {"verdicts": "\n".join(verdicts) + "\n", "programs": "\n".join(programs) + "\n"}
 
 
-def with_tables(page: str) -> str:
-    """The page with today's tables between their marks."""
+def pages() -> dict[Path, str]:
+    """The pages with today's tables between their marks."""
+    found = {}
     for name, table in tables().items():
         begin, end = MARKS[name]
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
-    return page
+        before, _, rest = PAGES[name].read_text(encoding="utf-8").partition(begin)
+        found[PAGES[name]] = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return found
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(ROOT))
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -141,7 +141,7 @@ class PythonToolsEnvironmentConfig(ProgramsConfig):
 
     published_rules: bool = False
     """Judge as published numbers were judged: by math-verify alone, by the rule of the DAPO paper, or by those of
-    simple-evals for multiple choice. false: with our corrections (`docs/guides/environments.md`)."""
+    simple-evals for multiple choice. false: with our corrections (`docs/environments/math.md`)."""
 
     verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for checking one answer; after it the process is ended and the answer counts as wrong."""
@@ -479,7 +479,7 @@ class MathEnvironmentConfig(StrictModel):
 
     published_rules: bool = False
     """Judge as published numbers were judged: by math-verify alone, by the rule of the DAPO paper, or by those of
-    simple-evals for multiple choice. false: with our corrections (`docs/guides/environments.md`)."""
+    simple-evals for multiple choice. false: with our corrections (`docs/environments/math.md`)."""
 
     verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for checking one answer; after it the process is ended and the answer counts as wrong."""

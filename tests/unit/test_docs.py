@@ -188,7 +188,9 @@ def test_the_program_of_the_readme_trains_with_its_configuration(monkeypatch: py
 
 
 GUIDES_WITH_YAML = ("agents", "environments", "eval", "megatron", "multi-turn", "training-backends")
+OF_ENVIRONMENTS = sorted(page for page in PAGES if page.startswith("docs/environments/"))
 YAML_PAGES = [*SUPERVISED, "docs/adding-a-dataset.md", *(f"docs/guides/{name}.md" for name in GUIDES_WITH_YAML)]
+YAML_PAGES += OF_ENVIRONMENTS
 YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[page], "yaml")]
 
 
@@ -310,7 +312,12 @@ def files(page: str) -> dict[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files of the pages about own code, as the root of the repository is for their readers."""
-    for page in ("docs/adding-an-environment.md", "docs/guides/environments.md", "docs/customization.md"):
+    for page in (
+        "docs/adding-an-environment.md",
+        "docs/adding-a-dataset.md",
+        "docs/customization.md",
+        *OF_ENVIRONMENTS,
+    ):
         for name, text in files(page).items():
             (tmp_path / name).write_text(text)
             monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)

@@ -1,6 +1,6 @@
 """Ways to write a number that math-verify misreads, each rewritten by a rule with a name.
 
-The rules apply to responses and to ground truths. `docs/guides/environments.md` shows what they change.
+The rules apply to responses and to ground truths. `docs/environments/math.md` shows what they change.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ from nemo_rl.environments.interfaces import one_turn
 from nemo_rl.types import Sample
 from tests.conversations import sampled, user
 from tests.fakes import sample
-from tests.unit.environments.test_retrieval import play
-from tests.unit.test_docs import files
 
 
 def echo(logs, metadata):
@@ -379,14 +377,3 @@ def test_a_script_starts_an_environment_by_itself(ray_local):
     actor = CodeJaccardEnvironment.options(num_cpus=0).remote({})
     assert ray.get(actor.step.remote([said("a b")], [{"ground_truth": "a"}])).rewards.tolist() == [0.5]
     ray.kill(actor)
-
-
-def test_the_environment_of_the_guide_has_20_lines_and_runs(tmp_path, monkeypatch):
-    source = files("docs/guides/environments.md")["guess.py"]
-    assert len([line for line in source.split("class ")[1].splitlines() if line.strip()]) <= 20
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "guess.py").write_text(source)
-    environment = registry.new_environment("guess", {"type": "guess:GuessTheNumber", "max_guesses": 2})
-    found, missed = (play(environment, guesses, {"ground_truth": "7"})[0] for guesses in ("37", "34"))
-    assert found == [("try again", 0.0, False), ("right", 1.0, True)]
-    assert missed == [("try again", 0.0, False), ("try again", 0.0, True)]
