@@ -64,6 +64,7 @@ class ShardSender(Sender):
         self._numbers = {name: number for number, (name, _) in enumerate(tensors)}
         self._offers: list[Any] = [None] * dist.get_world_size()
         super().__init__(device=device, **settings)
+        # Every rank makes the whole plan by itself: to send one around would cost more than to compute it.
         nodes = sorted({offer.node for offer in self._offers})
         plan = build_plan(
             self.layout.tensors,
@@ -140,8 +141,8 @@ class ShardExchange:
         A rank with fewer buckets only sends to the others, and `half` does not change. ShardDamaged if a message
         arrives with other bytes than it was sent with.
         """
-        self.copy_within(bucket, half)
-        for one in self.plan.rounds[bucket]:
+        self.copy_within(bucket, half)  # what is here already travels nowhere
+        for one in self.plan.rounds[bucket]:  # several: a source never sends more than its send buffer holds
             self.pack(one, self._sent)
             sizes_in, sizes_out = self._sizes(one.receives), self._sizes(one.sends)
             arriving, leaving = self._received[: sum(sizes_in)], self._sent[: sum(sizes_out)]
@@ -171,6 +172,7 @@ class ShardExchange:
             return
         messages = arrived.split([message.nbytes for message in one.receives])
         sent = torch.stack([data[-TRAILER_BYTES:].view(torch.int64)[0] for data in messages])
+        # All messages at once, and one wait for the device: single comparisons would wait for each.
         sound = fingerprints([data[:-TRAILER_BYTES] for data in messages]) == sent
         for message, is_sound in zip(one.receives, sound.tolist(), strict=True):
             if not is_sound:

@@ -89,6 +89,7 @@ class Refit(WeightSync):
         settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "rendezvous": self.rendezvous}
         descriptions = self.policy.prepare_refit(settings | {"bucket_bytes": self.bucket_bytes})
         sent_layout = descriptions[0]["layout"]
+        # Offsets are agreed once and never sent again, so a rank with other tensors would fill the wrong places.
         if len({description["layout_digest"] for description in descriptions}) != 1:
             raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
         offered = [offer for description in descriptions for offer in description.get("endpoints", {}).items()]
@@ -155,19 +156,20 @@ class Refit(WeightSync):
         }
 
     def _transfer(self, layout: PackLayout, buckets: range, version: int) -> list[list[dict[str, Any]]]:
-        self._hold_base = []
+        self._hold_base = []  # until the end of this sync no engine is known to hold anything
         bucket, num_open = buckets.start, OPEN_BUCKETS[self.transport]
         packed: list[list[dict[str, Any]]] = []
         loading: list[Sequence[Any]] = []
         try:
             paused = self.generation.start_weight_update(clear_cache=self.recompute_kv_cache)
             for bucket in buckets:
-                if len(loading) >= num_open:
+                if len(loading) >= num_open:  # the half that comes next is still being read
                     self.generation.wait(loading[-num_open])
                 results = self.policy.pack(bucket)
-                if not packed:
+                if not packed:  # only now: engines finish their running step while the policy packs the first bucket
                     self.generation.wait(paused)
                 packed.append(results)
+                # Ranks that gathered other bytes would give engines of different nodes different weights.
                 digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
                 if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):
                     raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")

@@ -172,14 +172,14 @@ class WeightSender(Sender):
                 assert self._current.is_contiguous(), f"{meta.name}: bytes are read by their address"
             if self._buffer is None:
                 continue
-            if half.is_cpu:
+            if half.is_cpu:  # hash and copy in one pass, while the bytes are in the cache
                 source = self._current.data_ptr() + piece.start
                 values.append(hash_and_copy(source, address + piece.offset, piece.nbytes))
             else:
                 part = self._current.view(-1).view(torch.uint8)[piece.start : piece.start + piece.nbytes]
                 half[piece.offset : piece.offset + piece.nbytes].copy_(part)
                 words.append(word_fingerprint(part))
-        if bucket == len(self.layout.buckets) - 1:
+        if bucket == len(self.layout.buckets) - 1:  # a gathered tensor would take memory until the next sync
             self._current = torch.empty(0)
         return gather_s, torch.stack(words) if words else torch.from_numpy(np.array(values, np.uint64).view(np.int64))
 
@@ -239,7 +239,7 @@ class WeightReceiver:
         """Begin a sync. Prepared copies are reused if `targets` is the same object as last time."""
         assert (targets is None) != (load is None)
         assert load is None or not self.layout.has_adapters, "adapters need the memory of their weights"
-        if targets is not self._targets or load is not None:
+        if targets is not self._targets or load is not None:  # prepared copies point into the old memory
             self._jobs.clear()
         self._targets, self._load, self._version = targets, load, version
         self._received.clear()
@@ -254,7 +254,7 @@ class WeightReceiver:
         """
         assert bucket not in self._received, f"bucket {bucket} came twice"
         self._await(bucket)
-        if bucket < self.layout.num_base_buckets:
+        if bucket < self.layout.num_base_buckets:  # new weights come: those that were kept without adapter are old
             self._adapters = Adapters()
         if bucket not in self._jobs:
             self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]

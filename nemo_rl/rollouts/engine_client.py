@@ -65,6 +65,7 @@ class Engines:
         if self._death is not None:
             self._death = None
             self._died.clear()
+            # Episodes get the time back that they waited for the new engine.
             for limit, left_s in self._limits.items():
                 if not limit.expired():
                     limit.reschedule(asyncio.get_running_loop().time() + left_s)
@@ -94,13 +95,13 @@ class Engines:
             if not alive:
                 await replaced.wait()
                 continue
-            client = min(alive, key=lambda client: len(client.results))
+            client = min(alive, key=lambda client: len(client.results))  # any would do: the tokens are the same
             try:
                 return await client.generate(request, on_tokens and send)
             except _RequestDropped:
                 continue
             except EngineDied as death:
-                if not replaced.is_set() and self._death is None:
+                if not replaced.is_set() and self._death is None:  # many requests see one death, and one reports it
                     self._death = death
                     self._died.set()
                     now = asyncio.get_running_loop().time()
@@ -208,7 +209,7 @@ class EngineClient:
             task.add_done_callback(done)
 
     async def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        batch = [request for request in requests if request.request_id in self.results]
+        batch = [request for request in requests if request.request_id in self.results]  # others were cancelled
         await self._call(GenerationWorkerInterface.submit, batch, self._client_id)
         for request in batch:
             if request.request_id in self.results:
@@ -258,7 +259,7 @@ class EngineClient:
         call = asyncio.ensure_future(call_worker(self.replica, method, *args, **kwargs))
         try:
             while not (await asyncio.wait([call], timeout=self._timeout_s / 2))[0]:
-                if self.results:
+                if self.results:  # a long prompt may keep a healthy engine busy: it is asked, not judged by the time
                     health = call_worker(self.replica, GenerationWorkerInterface.check_health)
                     await asyncio.wait_for(health, self._timeout_s / 2)
             return call.result()

@@ -170,7 +170,9 @@ async def run_episode(
         text = decode(completion.token_ids)
         said: Message = {"role": "assistant", "content": text, "sampled": True}
         transcript.append(completion.token_ids, completion.logprobs, said)
-        if limits.image_token_id is not None:
+        if (
+            limits.image_token_id is not None
+        ):  # a sampled image token belongs to no image, and training would look for one
             num_image_tokens += transcript.mask_sampled(limits.image_token_id, len(completion.token_ids))
         if completion.routed_experts is not None:
             transcript.add_experts(completion.routed_experts)
@@ -186,10 +188,11 @@ async def run_episode(
             ends_in_loop=ends_in_loop(completion.token_ids),
         )
         turns.append(turn)
+        # An environment may name further rewards in a later turn.
         parts = [sum(pair) for pair in zip_longest(parts, step.reward_parts, fillvalue=0.0)]
         metadata = metadata if step.metadata is None else step.metadata
         answer, metrics = step.answer, step.metrics
-        if completion.stop_reason is StopReason.LENGTH:
+        if completion.stop_reason is StopReason.LENGTH:  # judged, but its turn has no end mark to go on from
             hit_total_token_limit = len(transcript.token_ids) >= limits.max_total_tokens
             break
         if step.terminated:
@@ -197,6 +200,7 @@ async def run_episode(
             break
         if len(turns) < limits.max_turns:
             seen = await render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
+            # Without room for a token of the policy after it, an observation would teach nothing.
             if len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens:
                 hit_total_token_limit = True
                 break

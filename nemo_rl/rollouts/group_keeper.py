@@ -52,6 +52,7 @@ class GroupKeeper:
 
     async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
         """Release groups, given by group id and hexadecimal id of the reference."""
+        # With the reference: a group that was played again has the id of the one that is released.
         present = {(group_id, ref.hex()) for group_id, ref in self.groups.items()}
         for group_id, _ in present.intersection(unused):
             del self.groups[group_id]
