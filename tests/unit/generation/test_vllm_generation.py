@@ -84,6 +84,7 @@ def test_a_bad_word_is_never_sampled(generation, model_dir: str) -> None:
     assert free.token_ids[0] not in without.token_ids and without.token_ids[0] != free.token_ids[0]
 
 
+@pytest.mark.over_20s("hundreds of answers of two engines, and prompts of up to 1,300 tokens")
 def test_alone_together_shuffled_elsewhere_and_behind_a_cached_prompt_give_the_same_bits(
     generation: VllmGeneration,
 ) -> None:
@@ -118,6 +119,7 @@ def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
     assert engines(4, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
+@pytest.mark.over_20s("engines start, if it is the first test of this file in its process")
 @in_loop
 async def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration) -> None:
     engines = Engines(timeout_s=60)
