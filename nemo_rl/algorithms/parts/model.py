@@ -24,8 +24,11 @@ from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.types import Pixels, SamplingParams
+from nemo_rl.utils.checkpoint.foreign import MEGATRON, find_foreign
+from nemo_rl.utils.checkpoint.manager import CONFIG_NAME
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.files import digest
+from nemo_rl.utils.folders import cache_root
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
 
@@ -58,7 +61,9 @@ class Model:
         Raises:
             ValueError: naming the key to change.
         """
-        model_path, tokenizer_path = resolve_model(policy.model_name), resolve_model(policy.tokenizer.name)
+        model_path = _model_path(policy)
+        is_own = policy.tokenizer.name == policy.model_name
+        tokenizer_path = model_path if is_own else resolve_model(policy.tokenizer.name)
         model = read_model_config(policy, model_path)
         tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
         check_fit(policy, model, tokenizer)
@@ -151,6 +156,21 @@ class Model:
         if config.megatron_cfg.enabled and not machines.use_gpus:
             logger.info("%s: Megatron Core on the CPU, with host stand-ins for torch.cuda", name)
         return policy
+
+
+def _model_path(policy: PolicyConfig) -> str:
+    """The folder of the model; of a checkpoint of NeMo RL it is made once, beside it. ValueError naming the key."""
+    path = Path(policy.model_name).expanduser()
+    foreign = None if (path / "config.json").is_file() else find_foreign(path)
+    if foreign is None or foreign.kind == MEGATRON or not (foreign.policy.parent / CONFIG_NAME).is_file():
+        return resolve_model(policy.model_name)
+    from nemo_rl.models.policy.convert import model_of_checkpoint  # which imports what few runs need
+
+    try:
+        found = model_of_checkpoint(foreign.policy.parent, dtype=None, cache=cache_root(), resolve_base=resolve_model)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{policy.key('model_name')}: {error}") from error
+    return str(found.model)
 
 
 def image_reader(processor_path: str | None, max_images: int) -> ImageReader | None:

@@ -412,7 +412,9 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "policy").is_dir() or bool(_steps(path))
 
 
-def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Callable[[str], str]) -> CheckpointModel:
+def model_of_checkpoint(
+    path: Path, *, dtype: str | None, cache: Path, resolve_base: Callable[[str], str]
+) -> CheckpointModel:
     """The model directory of a `step_N`, or of the newest sound one in a folder of them.
 
     It is made once, in `converted/` beside the checkpoints (under `cache` if that is not writable), named by step,
@@ -420,6 +422,7 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
     consolidated directory it holds links. Several processes may call this at the same time.
 
     Args:
+        dtype: None: as saved.
         resolve_base: from the name of an adapter's base model to its directory or hub name.
 
     Raises:
@@ -438,12 +441,12 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
         digest = digest_of(json.dumps(stamps))
     beside = step.absolute().parent
     folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
-    model = folder / f"{step.name}-{digest[:12]}-{dtype}"
+    model = folder / f"{step.name}-{digest[:12]}-{dtype or 'as_saved'}"
     make_once(model, lambda partial: _convert(step.absolute(), partial, dtype, resolve_base))
     return CheckpointModel(model=model, step=step, digest=digest)
 
 
-def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
+def _convert(step: Path, target: Path, dtype: str | None, resolve_base: Callable[[str], str]) -> None:
     policy, foreign = step / "policy", find_foreign(step)
     consolidated = (policy / "weights" if foreign is None else foreign.weights) / "consolidated"
     tokenizer = policy / "tokenizer"

@@ -12,10 +12,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.converters import convert_dcp_to_hf, convert_megatron_to_hf
+from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.convert import find_adapter, model_of_checkpoint
 from nemo_rl.models.policy.pretrained import read_model_config
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
+from nemo_rl.utils.config import CheckpointingConfig
 from tests.unit.policy.models import save_model
 from tests.unit.policy.steps import policy_config
 
@@ -74,6 +76,26 @@ def test_tensors_under_hugging_face_names_become_a_model_directory(write, llama,
     assert first == model_of_checkpoint(step, **how) and first.step == step
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(load_file(first.model / "model.safetensors")[name], (own[name] + 1).float())
+
+
+@pytest.mark.parametrize("write", READABLE, ids=lambda write: write.__name__)
+def test_a_run_begins_with_a_checkpoint_that_it_converts_once(write, tmp_path):
+    save_model("llama", tmp_path / "model", vocab_size=len(build_tiny_tokenizer()))
+    step = step_of(tmp_path, tmp_path / "model", write)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    paths = set()
+    for given in (step, step / "policy" / "weights"):
+        names = {"model_name": str(given), "tokenizer": {"name": str(given)}}
+        policy = policy_config(**names, max_total_sequence_length=64)
+        model = Model.prepare(policy, CheckpointingConfig())
+        paths.add(model.model_path)
+    [path] = paths
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(load_file(Path(path) / "model.safetensors")[name], own[name] + 1), "as saved"
+    (step / "policy" / "weights" / "other.distcp").touch()
+    (step / "config.yaml").write_text("policy: {model_name: lost/model}")
+    with pytest.raises(ValueError, match=r"^policy\.model_name: .*config.yaml: policy.model_name 'lost/model'"):
+        Model.prepare(policy, CheckpointingConfig())
 
 
 def test_experts_may_be_one_tensor_or_one_for_each(tmp_path):
