@@ -143,7 +143,7 @@ async def run_episode(
 
     A turn that reaches its token limit still goes to the environment, as it may contain the answer; then the sample is
     TRUNCATED. An episode that reaches `max_turns` or `max_total_tokens` without termination is TRUNCATED too. An
-    observation after which no token could be sampled is dropped.
+    observation after which no token could be sampled is dropped, or cut with `raw_text`.
 
     The environment's latest `next_stop_strings` take precedence over the `stop_strings` of the datum, and these over
     `sampling`. An empty list means no stop strings; None changes nothing. Metadata that are None keep those of the turn
@@ -201,8 +201,12 @@ async def run_episode(
         if len(turns) < limits.max_turns:
             seen = await render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
             # Without room for a token of the policy after it, an observation would teach nothing.
-            if len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens:
+            room = limits.max_total_tokens - len(transcript.token_ids)
+            if len(seen.token_ids) >= room:
                 hit_total_token_limit = True
+                if raw_text and not seen.images:  # as NeMo RL has it: the log holds what the environment said last
+                    transcript.observe(seen._replace(token_ids=seen.token_ids[:room]), step.observation["role"])
+                    turns[-1] = replace(turn, num_env_tokens=room)
                 break
             transcript.observe(seen, step.observation["role"])
             turns[-1] = replace(turn, num_env_tokens=len(seen.token_ids))

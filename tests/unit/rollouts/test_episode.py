@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +56,9 @@ class FakeEnvironment:
         return EnvironmentStep(reward=reward, **{**says, **more})
 
 
-def play(engine: FakeEngine, env: FakeEnvironment, *, stop_strings: list[str] | None = None, **limits: Any) -> Any:
+def play(
+    engine: FakeEngine, env: FakeEnvironment, *, stop_strings: list[str] | None = None, raw_text=False, **limits: Any
+):
     async def render(observation: dict[str, Any], **_: Any) -> RenderedObservation:
         return RenderedObservation([90, 91], [], observation["content"])
 
@@ -69,7 +72,7 @@ def play(engine: FakeEngine, env: FakeEnvironment, *, stop_strings: list[str] | 
         datum, sample_id="g/0", generate=engine, env_step=env, render=render, seed_of_turn=lambda turn: 1000 + turn,
         decode=lambda ids: " ".join(map(str, ids)),
         sampling=SamplingParams(max_new_tokens=8, stop_strings=("end",)),
-        limits=EpisodeLimits(**most),
+        limits=EpisodeLimits(**most), raw_text=raw_text,
     )  # fmt: skip
     return asyncio.run(episode)
 
@@ -196,6 +199,14 @@ def test_environments_get_plain_messages_or_with_raw_text_the_contract_of_nemo_r
     first, second = tokenizer.decode([5]), tokenizer.decode([6])
     assert texts[True] == f"{prompt}{first}no{second}"
     assert texts[False] == f"{prompt}{first}<eos><|user|>no<eos><|assistant|>{second}"
+
+
+@pytest.mark.parametrize(("raw_text", "tokens"), [(True, [1, 2, 3, 10, 90]), (False, [1, 2, 3, 10])])
+def test_an_observation_that_fills_the_sequence_is_cut_in_the_contract_of_nemo_rl(raw_text, tokens):
+    sample = play(FakeEngine([[10]]), FakeEnvironment((0.5, {}), (0.0, {})), max_total_tokens=5, raw_text=raw_text)
+    assert sample.token_ids.tolist() == tokens and sample.token_mask.sum() == 1
+    assert (len(sample.messages), sample.meta.length) == (3 + raw_text, len(tokens))
+    assert sample.meta.hit_total_token_limit and sample.meta.status is SampleStatus.TRUNCATED
 
 
 def test_a_processor_of_ones_own_may_give_the_rendered_text_alone():
