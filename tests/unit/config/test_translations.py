@@ -157,6 +157,12 @@ policy: {generation: {ENGINE: {env_vars: {X: 1.5}}, colocated: {resources: null}
 logger: {wandb: null, gpu_monitoring: null} & grpo: {reward_shaping: null, adv_estimator: null} & loss_fn: null
     -> {grpo.reward_shaping.enabled: false, loss_fn.ratio_clip_min: 0.2}
 grpo: {async_grpo: null} -> {grpo.async_grpo.enabled: false}
+grpo: {adv_estimator: {name: gdpo, reward_weights: [1, 2]}} & env: {math_multi_reward: {}} & MULTI
+    -> {grpo.adv_estimator.reward_weights: [1, 2]}
+loss_fn: {positive_example_nll_weight: 0.1} & grpo: {val_num_generations_per_prompt: 4}
+    -> {loss_fn.positive_example_nll_weight: 0.1, grpo.val_num_generations_per_prompt: 4}
+loss_fn: {reference_policy_kl_penalty: 0.01} & policy: {generation: {top_p: 0.999, top_k: 10000}}
+    -> {policy.generation.top_p: 0.999, policy.generation.top_k: 10000, loss_fn.reference_policy_kl_penalty: 0.01}
 grpo: {val_start_at: 100, advantage_clip_low: -20, advantage_clip_high: 20, max_num_epochs: -1}
     -> {grpo.val_start_at: 100, grpo.advantage_clip_low: -20, grpo.advantage_clip_high: 20, grpo.max_num_epochs: MANY}
 checkpointing: {ft_save_period: 1, ft_keep_latest_k: 1, checkpoint_must_save_by: "00:28:30:00"}
@@ -211,6 +217,7 @@ SHORT = {
     "GUESSES": "speculative_config: {method: eagle3, model: a, num_speculative_tokens: 3}",
     "MUON": "muon_use_nesterov: true, muon_extra_scale_factor: 0.2, muon_tp_mode: blockwise, muon_split_qkv: true",
     "MANY": "1000000",
+    "MULTI": "data: {default: {env_name: math_multi_reward}}",
     "PLUS_PLUS": "grpo: {adv_estimator: {name: reinforce_plus_plus, std: group}}",
     "ONE_GPU": "cluster: {gpus_per_node: 1}",
     "APART": "loss_fn: {use_importance_sampling_correction: true} & cluster: {gpus_per_node: 2} & "
@@ -348,6 +355,9 @@ env: {daily-omni: {num_workers: 1}} -> environments of video and sound, NeMo RL 
 policy: {generation: {ENGINE: {video: {num_frames: 8}}}} -> environments of video and sound, NeMo RL v0.6
 policy: {generation: {vllm_kwargs: {limit_mm_per_prompt: {image: 1, video: {count: 1}}}}}
     -> environments of video and sound, NeMo RL v0.6
+policy: {generation: {ENGINE: {precision: fp8, num_first_layers_in_bf16: 1, quantization_ignored_layer_kws: [a]}}}
+    & loss_fn: {use_importance_sampling_correction: true} -> layers that an FP8 engine keeps in bfloat16, NeMo RL v0.5
+policy: {generation: {ENGINE: {expert_parallel_size: 8}}} -> experts split over several engines, NeMo RL v0.6
 policy: {generation: {ENGINE: {is_mx: true}}} -> engines in MXFP8, NeMo RL MAIN
 on_policy_distillation: {enabled: true} -> teachers inside GRPO, NeMo RL v0.7
 async_rl: {sampler: {name: windowed, sample_freshest_first: true}}
@@ -421,6 +431,8 @@ MEGATRON, model_overrides: {}}} -> policy.megatron_cfg.model_overrides: asks for
 MEGATRON, moe_router_enable_expert_bias: true}} -> the model decides it
 logger: {wandb: {log_nemo_gym_full_result_tables: true}} -> it only monitors
 policy: {generation: {real_quant_export_cpu_offload: true}} -> it tunes NVIDIA's implementation
+policy: {generation: {refit_transport: nccl_reshard}} -> weights travel in a way
+policy: {generation: {refit_transport: vllm_zmq_sparse, refit_cfg: {sparse: {}}}} -> weights travel in a way
 policy: {generation: {refit_transport: nixl, refit_cfg: {nixl: {device: cuda}}}} -> weights travel in a way
 policy: {generation: {ENGINE: {http_refit_server_port: 1, http_refit_api_key_env_var: A}}} -> weights travel in a way
 policy: {generation: {ENGINE: {zmq_refit_server_port: null}}} -> asks for nothing at this value
