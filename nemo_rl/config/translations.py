@@ -453,7 +453,7 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
     ),
     "features of images are never kept over a sync": _keys(f"{_VLLM}.reset_encoder_cache_after_weight_update"),
     "what it names is no part of this model": _keys("radio_force_cpe_eval_mode", under=_MEGATRON),
-    "the model says whether it sees images": _keys("model.is_vlm"),
+    "the model says whether it sees images": _keys("model.is_vlm", "tokenizer.use_processor"),
     "groups that fail are replaced in a way of this library's own": (
         *_keys("min_groups_for_streaming_train", "max_inflight_prompts", "max_buffered_rollouts", under="async_rl"),
         *_keys("diagnostics", "rollout_failure", "stall_watchdog", "generation_fleet_health", under="async_rl"),
@@ -496,7 +496,7 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         _without("dataset.processor", "nemo_gym_data_processor"),
     ),
     "environments of video and sound": (
-        *_keys("tokenizer.audio", "tokenizer.video", "tokenizer.use_processor"),
+        *_keys("tokenizer.audio", "tokenizer.video"),
         *_keys(f"{_VLLM}.video", neutral=one_of({}, None)),
         *(
             Foreign(f"generation.{_LIMITS}.{kind}", one_of(None, 0), is_ours=True)  # any name is a key there

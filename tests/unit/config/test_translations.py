@@ -436,6 +436,7 @@ policy: {generation: {refit_transport: vllm_zmq_sparse, refit_cfg: {sparse: {}}}
 policy: {generation: {refit_transport: nixl, refit_cfg: {nixl: {device: cuda}}}} -> weights travel in a way
 policy: {generation: {ENGINE: {http_refit_server_port: 1, http_refit_api_key_env_var: A}}} -> weights travel in a way
 policy: {generation: {ENGINE: {zmq_refit_server_port: null}}} -> asks for nothing at this value
+policy: {tokenizer: {use_processor: true}} -> policy.tokenizer.use_processor: has no effect: the model says
 policy: {is_vlm: true} -> the model says whether it sees images
 reward_penalties: {penalize_empty_final_answer: false, token_ids: null} -> reward_penalties: asks for nothing
 reward_penalties: {penalize_unwanted_tokens: false, token_ids: {unwanted: [2]}} -> reward_penalties: asks for nothing
