@@ -21,7 +21,7 @@ from nemo_rl.algorithms.losses.own import chosen_loss
 from nemo_rl.algorithms.parts.devices import RolloutDevices
 from nemo_rl.algorithms.parts.rollouts import Rollouts
 from nemo_rl.algorithms.plan.advantages import compute_advantages
-from nemo_rl.algorithms.plan.rewards import ScoredGroup, sample_until_full, score_groups
+from nemo_rl.algorithms.plan.rewards import ScoredGroup
 from nemo_rl.algorithms.plan.token_advantages import KLInReward
 from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import (
@@ -87,14 +87,7 @@ class GRPOTrainer(RolloutTrainer):
 
     def rollout(self) -> list[ScoredGroup]:
         """Prompts -> finished groups with rewards; with dynamic sampling, until enough groups have unequal rewards."""
-        grpo = self.config.grpo
-        if not grpo.use_dynamic_sampling:
-            return score_groups(self.sample(), grpo)
-        self.generated = []
-        with self.phase(self.source.phase):
-            groups, metrics = sample_until_full(lambda: score_groups(self.next_groups(), grpo), grpo)
-        self.record("train", metrics)
-        return groups
+        return self.scored_groups(self.config.grpo)
 
     def estimate_advantages(self, groups: Sequence[ScoredGroup]) -> list[list[float]]:
         """Rewards of each group -> how much better than the group each of its rows is."""

@@ -24,7 +24,7 @@ from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.algorithms.parts.rollouts import Rollouts
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
+from nemo_rl.algorithms.plan.rewards import ScoredGroup
 from nemo_rl.algorithms.plan.token_advantages import whiten, whitening_sums
 from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import (
@@ -91,7 +91,7 @@ class PPOTrainer(RolloutTrainer):
         self.value_loss_fn = ValueLoss(config.value_loss_fn)
 
     def step(self) -> None:
-        groups = score_groups(self.sample(), self.config.ppo)
+        groups = self.scored_groups(self.config.ppo)
         plan = self.plan(groups)
         self.compute_logprobs_and_values()
         self.estimate_advantages()
@@ -130,11 +130,16 @@ class PPOTrainer(RolloutTrainer):
         return self.plan_and_load(handles, zeros, masks, rewards=rewards, good=good)
 
     def compute_logprobs_and_values(self) -> None:
-        """Previous and reference logprobs, and values, kept with the samples on the workers."""
+        """Previous and reference logprobs, and values, kept with the samples on the workers; then masks."""
         with self.phase("policy_and_reference_logprobs"):
             self.policy.compute(Logprobs(), "prev_logprobs")
             if self.config.ppo.uses_reference:
                 self.policy.compute_reference_logprobs()
+        threshold = self.config.ppo.seq_logprob_error_threshold
+        if threshold is not None:
+            self.value.attach("prev_logprobs", self.policy.share("prev_logprobs"))
+            self.value.mask_sequences_by_importance(threshold)  # its own copies of the same samples
+            self.record("train", self.policy.mask_sequences_by_importance(threshold))
         with self.phase("values"):
             self.value.compute(Scalars(), "values")
             self.policy.attach("values", self.value.share("values"))

@@ -241,9 +241,12 @@ VALUES_OF_THEIRS: Rules = {
     "dataset.split: dataset_name=openai_format and split != null -> null": "null: such a file is read whole",
     "loss_fn.use_on_policy_kl_approximation: loss_fn.use_kl_in_reward and loss_fn.use_on_policy_kl_approximation "
     "-> false": "false: it weights the KL of the loss, and the KL is in the reward",
-    "grpo.batch_multiplier: grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling -> 1.0": (
-        "1: it counts for dynamic sampling alone"
-    ),
+    **{
+        f"{loop}.batch_multiplier: {loop}.batch_multiplier != 1 and not {loop}.use_dynamic_sampling -> 1.0": (
+            "1: it counts for dynamic sampling alone"
+        )
+        for loop in ("grpo", "ppo")
+    },
     **{
         f"model.{key}: megatron_cfg.enabled and {key} -> null": f"null: Megatron trains with megatron_cfg.{key}"
         for key in ("optimizer", "scheduler")
@@ -393,7 +396,7 @@ WITHOUT_MEANING = (
     *_keys("model.dtensor_cfg.lora_cfg.dropout_position", f"{_MEGATRON}.peft.dropout_position"),
     *_keys("grpo.calculate_advantages_on_gpu", "ppo.calculate_advantages_on_gpu"),
     *_keys("logger.gpu_monitoring.flush_interval"),
-    *_keys("normalize_rewards", "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches", under="ppo"),
+    *_keys("normalize_rewards", "use_leave_one_out_baseline", under="ppo"),
     *_keys("data.num_workers", "dataset.env_name", "dataset.use_preserving_dataset"),
     *_keys("env.should_log_nemo_gym_responses", "env.nemo_gym", "generation.sglang_cfg", "generation.sglang_kwargs"),
     *_keys("generation.trtllm_*", "generation.dynamo_*"),
@@ -553,11 +556,6 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         _without("grpo.adv_estimator.name", "opd"),
     ),
     "asynchronous PPO": _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off),
-    "dynamic sampling in PPO": (
-        *_keys("ppo.use_dynamic_sampling"),
-        *_keys("ppo.batch_multiplier", neutral=one_of(1, 1.0, None)),
-    ),
-    "masks by logprob error in PPO": _keys("ppo.seq_logprob_error_threshold"),
     "other estimators of advantages": (_without("grpo.adv_estimator.name", "raw_reward", "gae"),),
     "training in float16": (_without("model.precision", "float16"),),
     "checkpoints of Megatron to begin with": _keys(
@@ -614,8 +612,6 @@ SINCE = {
     "several data loaders": "v0.6",
     "teachers inside GRPO": "v0.7",
     "asynchronous PPO": "main after v0.7",
-    "dynamic sampling in PPO": "main after v0.7",
-    "masks by logprob error in PPO": "main after v0.7",
     "overrides of Megatron's model": "main after v0.7",
     "engines in MXFP8": "main after v0.7",
     "other estimators of advantages": "main after v0.7",

@@ -91,10 +91,12 @@ class _Transcript:
             images=tuple(self.images),
         )
 
-    def observe(self, seen: RenderedObservation, role: str) -> None:
-        """Append an observation."""
+    def observe(self, seen: RenderedObservation, role: str, max_total_tokens: int) -> int:
+        """Append an observation, cut where the episode has `max_total_tokens`. Returns the number of its tokens."""
+        token_ids = seen.token_ids[: max_total_tokens - len(self.token_ids)]
         self.images += [replace(image, start=len(self.token_ids) + image.start) for image in seen.images]
-        self.append(seen.token_ids, None, {"role": role, "content": seen.text})
+        self.append(token_ids, None, {"role": role, "content": seen.text})
+        return len(token_ids)
 
     def mask_sampled(self, token_id: int, among: int) -> int:
         """Take the loss from `token_id` where it is one of the last `among` tokens. Returns how often."""
@@ -161,7 +163,7 @@ async def run_episode(
     hit_total_token_limit = hit_turn_limit = False
     num_image_tokens = 0
     assert num_prompt_tokens < limits.max_total_tokens
-    while len(turns) < limits.max_turns:
+    while len(turns) < limits.max_turns and not hit_total_token_limit:
         room = limits.max_total_tokens - len(transcript.token_ids)
         request = transcript.request(sampling, room, seed_of_turn(len(turns)))
         started = time.perf_counter()
@@ -201,18 +203,14 @@ async def run_episode(
         if len(turns) < limits.max_turns:
             seen = await render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
             # Without room for a token of the policy after it, an observation would teach nothing.
-            room = limits.max_total_tokens - len(transcript.token_ids)
-            if len(seen.token_ids) >= room:
-                hit_total_token_limit = True
-                if raw_text and not seen.images:  # as NeMo RL has it: the log holds what the environment said last
-                    transcript.observe(seen._replace(token_ids=seen.token_ids[:room]), step.observation["role"])
-                    turns[-1] = replace(turn, num_env_tokens=room)
+            hit_total_token_limit = len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens
+            if hit_total_token_limit and (not raw_text or seen.images):
                 break
-            transcript.observe(seen, step.observation["role"])
-            turns[-1] = replace(turn, num_env_tokens=len(seen.token_ids))
+            num_seen = transcript.observe(seen, step.observation["role"], limits.max_total_tokens)
+            turns[-1] = replace(turn, num_env_tokens=num_seen)
             sampling = _with_stop_strings(sampling, step.next_stop_strings)
     else:
-        hit_turn_limit = True
+        hit_turn_limit = not hit_total_token_limit
     return transcript.sample(
         SampleMeta(
             sample_id=sample_id,

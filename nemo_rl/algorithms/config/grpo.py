@@ -113,24 +113,7 @@ class GRPOConfig(ScoredRolloutConfig):
     advantage_clip_high: float | None = Field(default=None, ge=0)
     """Advantages above it are lowered to it; null: none are."""
 
-    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
-    """Samples whose mean of exp(|training - generation logprob|) exceeds this get no gradient; null: off."""
-
-    use_dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, and sample until the step is full (DAPO)."""
-
-    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    """Generation batches of a step at most; the run stops if they do not fill the step."""
-
     async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
-
-    batch_multiplier: float = Field(default=1.0, ge=1)
-    """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
-
-    @property
-    def num_prompts_per_batch(self) -> int:
-        """Prompts of a generation batch: as many as a step has, or more with dynamic sampling."""
-        return round(self.num_prompts_per_step * self.batch_multiplier)
 
     @property
     def advantage_bounds(self) -> tuple[float, float]:
@@ -154,20 +137,7 @@ class GRPOConfig(ScoredRolloutConfig):
             "a reward minus the mean of a group of 1 is 0 -> num_generations_per_prompt=2 | "
             "adv_estimator.minus_baseline=false"
         ),
-        "use_dynamic_sampling excludes num_generations_per_prompt < 2": (
-            "every group of 1 would be dropped -> num_generations_per_prompt=2"
-        ),
-        "batch_multiplier != 1 requires use_dynamic_sampling": (
-            "only for dynamic sampling -> use_dynamic_sampling=true | batch_multiplier=1"
-        ),
     }
-
-    def cross_checks(self) -> Problems:
-        if (self.num_prompts_per_step * self.batch_multiplier) % 1:
-            yield (
-                "batch_multiplier",
-                f"{self.batch_multiplier} x num_prompts_per_step={self.num_prompts_per_step} is not a whole number",
-            )
 
 
 class ClippedPGLossConfig(LossConfig):

@@ -125,6 +125,10 @@ class PPOMasterConfig(RolloutMasterConfig):
         names = self.rollout_metrics | {f"value/{name}" for name in value}
         if not self.has_own_loss:
             names |= metric_names.POLICY_GRADIENT
+        if self.ppo.use_dynamic_sampling:
+            names |= metric_names.DYNAMIC_SAMPLING
+        if self.ppo.seq_logprob_error_threshold is not None:
+            names |= metric_names.LOGPROB_ERROR
         return names | metric_names.LIKELIHOOD if self.loss_fn.positive_example_nll_weight > 0 else names
 
     @property

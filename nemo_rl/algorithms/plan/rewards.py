@@ -6,9 +6,9 @@ The order is: scale, shape, then drop groups without variance (`sample_until_ful
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.config.grpo import GRPOConfig
 from nemo_rl.algorithms.config.rollout import RewardScalingConfig, RewardShapingConfig, ScoredRolloutConfig
 from nemo_rl.algorithms.plan.advantages import GroupRewards
+from nemo_rl.config.rules import remedy
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
 
@@ -144,7 +144,7 @@ def loss_mask(sample: SampleMeta, *, overlong_filtering: bool) -> float:
 
 
 def sample_until_full(
-    next_batch: Callable[[], Sequence[ScoredGroup]], cfg: GRPOConfig
+    next_batch: Callable[[], Sequence[ScoredGroup]], cfg: ScoredRolloutConfig
 ) -> tuple[list[ScoredGroup], dict[str, float]]:
     """Dynamic sampling: take generation batches until enough groups for a step have reward variance.
 
@@ -165,8 +165,9 @@ def sample_until_full(
                 f"Dynamic sampling found {len(kept)} prompts with differing rewards among {len(sampled)} in "
                 f"{num_batches} generation batches (mean reward {mean:.3g}); a step needs {num_prompts}. "
                 "Rewards near the minimum: the task is too hard or answers are cut (raise max_new_tokens); near the "
-                "maximum: it is too easy. Use other data, raise grpo.num_generations_per_prompt, grpo.batch_multiplier "
-                "or grpo.dynamic_sampling_max_gen_batches, or set grpo.use_dynamic_sampling=false."
+                f"maximum: it is too easy. Use other data, raise {cfg.key('num_generations_per_prompt')}, "
+                f"{cfg.key('batch_multiplier')} or {cfg.key('dynamic_sampling_max_gen_batches')}, or "
+                f"{remedy(cfg.key('use_dynamic_sampling') + '=false')}."
             )
         groups = next_batch()
         num_batches += 1

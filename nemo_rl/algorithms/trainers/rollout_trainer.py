@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
-from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.algorithms.loop import RunTools, Trainer
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import plan_batch
 from nemo_rl.algorithms.plan.micro_batches import Batching
-from nemo_rl.algorithms.plan.rewards import ScoredGroup
+from nemo_rl.algorithms.plan.rewards import ScoredGroup, sample_until_full, score_groups
 from nemo_rl.algorithms.recovery import RolloutRecovery
 from nemo_rl.algorithms.trainers.disagreement import Sides, look_into
 from nemo_rl.algorithms.trainers.group_sources import (
@@ -167,6 +167,16 @@ class RolloutTrainer(Trainer):
         self.generated = []
         with self.phase(self.source.phase):
             return self.next_groups()
+
+    def scored_groups(self, cfg: ScoredRolloutConfig) -> list[ScoredGroup]:
+        """Prompts -> finished groups with rewards; with dynamic sampling, until enough groups have unequal rewards."""
+        if not cfg.use_dynamic_sampling:
+            return score_groups(self.sample(), cfg)
+        self.generated = []
+        with self.phase(self.source.phase):
+            groups, metrics = sample_until_full(lambda: score_groups(self.next_groups(), cfg), cfg)
+        self.record("train", metrics)
+        return groups
 
     def next_groups(self) -> list[GroupHandle]:
         """The next batch of groups of this step. Raises when too many of its episodes have no outcome."""

@@ -39,13 +39,34 @@ def build_ppo(*overrides: str) -> PPOMasterConfig:
 
 
 class PPORun(FakeRun):
-    def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1) -> None:
+    def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1, **more: Any) -> None:
         calls: list[str] = []
         config = build_ppo(*small(folder, "ppo"), *PPO_BASE, *overrides)
         result = TrainResult(losses=[0.25], grad_norms=[2.0], learning_rates=[0.1], metrics=VALUE_METRICS)
         self.value = FakePolicy([result], calls, name_prefix="value", data_parallel_size=value_ranks)
         make: Any = partial(PPOTrainer, config, value=self.value, value_flops=FLOPS)
-        super().__init__(folder, config, make, calls=calls)
+        super().__init__(folder, config, make, calls=calls, **more)
+
+
+def test_dynamic_sampling_of_ppo_trains_both_models_on_groups_that_differ(tmp_path):
+    def of_odd_prompts(request: Any, index: int) -> float:
+        return float(index) if int(request.prompt.prompt_id.split(":")[1]) % 2 else 1.0
+
+    run = PPORun(tmp_path, "ppo.use_dynamic_sampling=true", "ppo.max_num_steps=1", reward=of_odd_prompts)
+    row = run.go()[0]
+    assert row["train/dynamic_sampling_num_gen_batches"] == run.policy.calls.count("collect") > 1
+    for policy in (run.policy, run.value):
+        [plan] = policy.plans
+        rows = [one for batch in plan.ranks[0].logprobs for one in batch]
+        assert len(rows) == 4 and {one.reward for one in rows} == {0.0, 1.0}
+
+
+def test_a_mask_by_logprobs_takes_the_sample_from_both_models(tmp_path):
+    run = PPORun(tmp_path, "ppo.seq_logprob_error_threshold=2.0", "ppo.max_num_steps=1")
+    row = run.go()[0]
+    assert set(run.value.attached["prev_logprobs"].values()) == {"prev_logprobs of policy"}
+    assert [call for call in run.policy.calls if "mask" in call or "values" in call][:2] == ["value.mask", "mask"]
+    assert row["train/max_seq_mult_prob_error"] == 1.0
 
 
 def test_the_first_steps_train_the_value_model_alone(tmp_path):
@@ -192,7 +213,9 @@ ppo & value.nonfinite_action=skip -> must equal policy.nonfinite_action; set val
 ppo & loss_fn.force_on_policy_ratio=true -> force_on_policy_ratio ... there are 4; ... ppo.ppo_epochs=1
 ppo & ppo.skip_reference_policy_logprobs_calculation=true
     -> ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them
-ppo & ppo.use_dynamic_sampling=true -> not supported yet: ppo.use_dynamic_sampling
+ppo & ppo.use_dynamic_sampling=true & ppo.num_generations_per_prompt=1 & policy.train_global_batch_size=32
+    & value.train_global_batch_size=32 -> every group of 1 would be dropped
+ppo & ppo.seq_logprob_error_threshold=0.5 -> must be greater than 1
 ppo & checkpointing.metric_name=train:value/los -> did you mean train:value/loss?
 nobody -> teacher: is required, e.g. ... or name several in `teachers`
 both -> teacher.model_name: there is one teacher, or several
