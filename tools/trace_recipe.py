@@ -101,8 +101,11 @@ class Recipe:
             disk=sum(disk_bytes(folder) for folder in folders),
         )
 
-    def trace(self, rank: int, gpu: str) -> dict[str, Any]:
-        """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own."""
+    def trace(self, rank: int, gpu: str, *, objects: Path | None = None, only_starts: bool = False) -> dict[str, Any]:
+        """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own.
+
+        `objects`: see `neighbours.join`. `only_starts`: it takes no training step.
+        """
         from tools.standin.trace.index_values import WRITES
 
         standin = build(site_packages_of_torch(), cache_root() / "standin")
@@ -117,6 +120,8 @@ class Recipe:
                 "out": str(out),
                 "observed_from": 3 if self.compiles else 0,
                 "has_indices": self.has_indices,
+                "objects": None if objects is None else str(objects),
+                "only_starts": only_starts,
             }
             task.write_text(json.dumps(asked), encoding="utf-8")
             command = [sys.executable, "-W", "ignore", "-m", "tools.standin.trace.rank", str(task)]
@@ -145,7 +150,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     titles = ("CPU s", "peak", "predicted", "reserved", "predicted", "TFLOP", "waits", "to GPU", "to host")
     lines = [f"rank {report['rank']} of {report['world_size']}, {report['gpu']}; GB without the CUDA context"]
     lines.append(f"{'phase':<44}" + "".join(f"{title:>10}" for title in titles))
-    last = max(int(key.rpartition("|")[2]) for key in report["phases"])
+    if not report["syncs"]:
+        lines.append("without weight syncs, which need the tables of all ranks: see --all-ranks")
+    last = max((int(key.rpartition("|")[2]) for key in report["phases"]), default=0)
     for key, row in report["phases"].items():
         name, _, step = key.rpartition("|")
         if int(step) not in (0, last):
@@ -179,12 +186,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = Recipe.prepare(arguments.config, arguments.overrides)
         if not 0 <= arguments.rank < recipe.num_ranks:
             raise ValueError(f"--rank {arguments.rank}: the training ranks are 0 to {recipe.num_ranks - 1}")
-        ranks = range(recipe.num_ranks) if arguments.all_ranks else [arguments.rank]
         reports, problems = [], []
-        for rank in ranks:
-            reports.append(recipe.trace(rank, arguments.gpu) | {"compiles": recipe.compiles, "disk": recipe.disk})
-            problems += problems_of(reports[-1])
-            print("\n".join(lines_of(reports[-1])), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            objects = Path(folder) if arguments.all_ranks else None
+            ranks = range(recipe.num_ranks) if arguments.all_ranks else [arguments.rank]
+            if arguments.all_ranks:  # each leaves what the others need to know of it
+                for rank in ranks:
+                    recipe.trace(rank, arguments.gpu, objects=objects, only_starts=True)
+            for rank in ranks:
+                report = recipe.trace(rank, arguments.gpu, objects=objects)
+                reports.append(report | {"compiles": recipe.compiles, "disk": recipe.disk})
+                problems += problems_of(reports[-1])
+                print("\n".join(lines_of(reports[-1])), flush=True)
     except (ValueError, OSError) as error:
         sys.stderr.write(visible(f"error: {error}\n"))
         return 2

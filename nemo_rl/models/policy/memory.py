@@ -172,8 +172,10 @@ def training_phases(
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
     trained = 0.0 if not is_trained else own * 0.01 if policy.adapters.enabled else own
     if isinstance(sizes, MegatronSizes):
-        spread = sizes.data_parallel * sizes.context_parallel if sizes.shards_optimizer else 1
-        state = trained * 3 * MAIN_BYTES / spread  # a main copy and two moments
+        of_experts = experts / whole
+        spread = (1 - of_experts) / (sizes.data_parallel * sizes.context_parallel)
+        spread = spread + of_experts / sizes.expert_data_parallel if sizes.shards_optimizer else 1
+        state = trained * 3 * MAIN_BYTES * spread  # a main copy and two moments
     else:
         name = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
         state = trained * OPTIMIZER_MOMENTS.get(name, 0) * master
@@ -302,7 +304,9 @@ class _GpuRank:
         parts = [*self.gathered(2), Part("activations", tokens * self.products() * self.compute, size)]
         if self.head:
             parts.append(Part("logit tiles", self.tile, f"lower {self.policy.key('logprob_chunk_size')}"))
-        return parts
+        # Weights are gathered into one block and copied out of it into those of each weight.
+        reserve = sum(part.num_bytes for part in self.gathered(2))
+        return [*parts, Part(RESERVE, reserve, size)]
 
     def training(self, tokens: float) -> list[Part]:
         """The moment of a backward pass that has most, with the others' memory in reserve."""
@@ -473,7 +477,7 @@ def predict_memory(
     )
     return [
         *phases,
-        Phase(name="weight sync", device=where, parts=(*refit, *held)),
+        Phase(name="weight sync", device=where, parts=(*refit, replace(gathered, name=RESERVE), *held)),
         Phase(
             name="generation",
             device="" if colocated else "generation",

@@ -83,7 +83,8 @@ def test_ranks_share_weights_and_each_kind_of_device_has_a_peak_that_names_a_key
     assert model.parameters == pytest.approx(7.62e9, rel=0.01)
     machine, peaks = Machine(is_gpu=True, memory=80e9), {}
     for gpus in (1, 8):
-        phases = setup.phases_of(config(f"cluster.gpus_per_node={gpus}"), model, machine)
+        small = "policy.sequence_packing.train_mb_tokens=4096", "policy.sequence_packing.logprob_mb_tokens=4096"
+        phases = setup.phases_of(config(f"cluster.gpus_per_node={gpus}", *small), model, machine)
         [parts] = [sizes_of(phase) for phase in phases if phase.name == "train"]
         assert parts["parameters"] == 4 * model.parameters / gpus
         assert parts["optimizer state"] == 8 * model.parameters / gpus

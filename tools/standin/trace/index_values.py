@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 ATEN = torch.ops.aten
-WRITES = 1 << 22
+WRITES = 1 << 24
 """Bytes up to which a copy to the device takes place."""
 
 MOST_NUMBERS = WRITES // 8

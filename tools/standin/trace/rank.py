@@ -45,17 +45,22 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
     config = load_config(import_object(MODELS[task["section"]], "model"), task["config"], task["overrides"])
     size = config.training_cluster.num_workers
     os.environ |= {"RANK": str(task["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "NODE_RANK": "0"}
-    neighbours.join(task["rank"], size)
+    objects = None if task["objects"] is None else Path(task["objects"])
+    neighbours.join(task["rank"], size, objects)
     torch.cuda.init()
     how = {name: task[name] for name in ("has_indices", "observed_from")}
     phases = Phases(torch.device("cuda", 0), **how)
-    report: dict[str, Any] = {"rank": task["rank"], "world_size": size, "stop": None}
+    # The refit of sharded weights needs the tables of all ranks.
+    world.LocalRun.syncs = size == 1 or not config.policy.megatron_cfg.enabled or objects is not None
+    world.LocalRun.only_starts = task["only_starts"]
+    report: dict[str, Any] = {"rank": task["rank"], "world_size": size, "stop": None, "syncs": world.LocalRun.syncs}
     with tempfile.TemporaryDirectory() as folder:
         world.install(phases, Path(folder))
         try:
             world.RUNS[task["section"]](config)
         except Exception as error:
-            traceback.print_exc()
+            if not task["only_starts"]:
+                traceback.print_exc()
             report["stop"] = {"error": f"{type(error).__name__}: {error}"[:2000], "at": where(error)}
     memory = torch.cuda.get_device_properties(0).total_memory
     model = ModelShape.of(load_shape(config.policy.model_name, dict(config.policy.hf_config_overrides)))

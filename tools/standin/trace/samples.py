@@ -26,7 +26,9 @@ from nemo_rl.types import (
     SampleStatus,
 )
 
-PROMPT_TOKENS = 200
+PROMPT_TOKENS = 16
+"""Few: samples of a group compute their prompt once, and a recipe's longest samples may have little of it in common."""
+
 MICRO_BATCHES = 3
 """Of a rank in an optimizer step: enough for gradients that wait for the last one, and for prefetching."""
 
@@ -106,7 +108,7 @@ class FullLengthRollouts:
                 weight_version=0,
             )
             zeros = np.zeros(self.length, np.float32)
-            ids = token_ids(self.length, self.vocab_size)
+            ids = token_ids(self.length, self.vocab_size, index)
             samples.append(Sample(meta=meta, token_ids=ids, token_mask=mask, generation_logprobs=zeros))
         prompt_id, name = request.prompt.prompt_id, request.prompt.task_name
         group = RolloutGroup(group_id=request.group_id, prompt_id=prompt_id, samples=samples)
@@ -143,9 +145,13 @@ class FullLengthExamples:
     def _row(self, number: int) -> ExampleHandle:
         prompt = min(PROMPT_TOKENS, self.length // 2)
         prompt_id = f"rows:{number}"
-        ids, mask = token_ids(self.length, self.vocab_size).astype(np.int32), np.arange(self.length) >= prompt
+        mask = np.arange(self.length) >= prompt
         samples = [
-            Example(sample_id=f"{prompt_id}/{sequence}", token_ids=ids, token_mask=mask)
+            Example(
+                sample_id=f"{prompt_id}/{sequence}",
+                token_ids=token_ids(self.length, self.vocab_size, sequence).astype(np.int32),
+                token_mask=mask,
+            )
             for sequence in range(self.sequences)
         ]
         loss_tokens = self.sequences * (self.length - prompt)
@@ -161,6 +167,6 @@ class FullLengthExamples:
         """Nothing resumes here."""
 
 
-def token_ids(length: int, vocab_size: int) -> np.ndarray:
-    """Int64 [length]: tokens that every model has, the same each time."""
-    return np.random.default_rng(0).integers(2, min(500, vocab_size), length)
+def token_ids(length: int, vocab_size: int, sequence: int) -> np.ndarray:
+    """Int64 [length]: tokens that every model has, others in each sequence, so that none is computed once for two."""
+    return np.random.default_rng(sequence).integers(2, min(500, vocab_size), length)

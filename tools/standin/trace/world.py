@@ -31,6 +31,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy import lm_policy
 from nemo_rl.refit.sync import Refit
+from nemo_rl.rollouts.replay import NoWeightSync
 from nemo_rl.utils.config import LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -136,6 +137,8 @@ class LocalRun:
     """In place of a `Run`: no logs, no checkpoints, no Ray."""
 
     folder: ClassVar[Path]
+    syncs: ClassVar[bool]  # weights are packed for engines
+    only_starts: ClassVar[bool]  # and takes no training step
 
     def __init__(self, config: Any) -> None:
         self.config, self.stack, self.status = config, ExitStack(), 0
@@ -170,7 +173,8 @@ class LocalRun:
 
         trainer.step = counted
         trainer.start()
-        trainer.train()
+        if not self.only_starts:
+            trainer.train()
 
 
 class LocalRollouts:
@@ -206,12 +210,13 @@ class LocalRollouts:
             sampling=self.sampling,
             init_reference_model=config.rollout.uses_reference,
         )
+        refit = make_refit(config, policy, engine, training, devices.generation)
         parts: Any = {"rollouts": FullLengthRollouts(config, self.model.config.get_text_config().vocab_size)}
         return RolloutParts(
             **parts,
             policy=policy,
             generation=None,
-            refit=only_at_the_end(make_refit(config, policy, engine, training, devices.generation), config),
+            refit=only_at_the_end(refit, config) if run.syncs else NoWeightSync(),
             prompts=self.prompts.loader,
             validation_prompts=[],
             train_sampling=self.sampling,
