@@ -34,7 +34,9 @@ from tools.standin.build import GPUS, build, environment, site_packages_of_torch
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="of a run with GPUs")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--config", type=Path, help="of a run with GPUs")
+    asked.add_argument("--table", type=Path, metavar="FOLDER", help="print a table of the --json files there, and end")
     parser.add_argument("--rank", type=int, default=0, help="whose work is done")
     parser.add_argument("--all-ranks", action="store_true", help="of every rank, one after the other, and compare them")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="its memory and its compute capability")
@@ -180,8 +182,31 @@ def problems_of(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def table_of(folder: Path) -> str:
+    """A Markdown table of traces that `--json` wrote into `folder`, for docs/gpu.md. GB without the CUDA context."""
+    lines = [
+        "| configuration | on a GPU | over the stand-in | peak | predicted | reserved | predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(folder.glob("*.json")):
+        first = json.loads(path.read_text(encoding="utf-8"))[0]
+        where = f"rank {first['rank']} of {first['world_size']}"
+        if first["stop"] is not None:
+            where += f", stops: {first['stop']['error'].splitlines()[0][:80]}"
+        rows = {key.partition("|")[0]: row for key, row in first["phases"].items()}
+        name, row = max(rows.items(), key=lambda item: item[1]["peak"], default=("", {"peak": 0, "reserved": 0}))
+        foreseen = predicted_of(name, first["predicted"]) or {"peak": 0.0, "reserved": 0.0}
+        cells = [gb(number) for kind in ("peak", "reserved") for number in (row[kind], foreseen[kind])]
+        with_keys = "".join(f", `{key}`" for key in first["overrides"])
+        lines.append(f"| {path.stem}{with_keys} | no | {where} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
+    if arguments.table is not None:
+        print(table_of(arguments.table))
+        return 0
     try:
         recipe = Recipe.prepare(arguments.config, arguments.overrides)
         if not 0 <= arguments.rank < recipe.num_ranks:
@@ -195,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     recipe.trace(rank, arguments.gpu, objects=objects, only_starts=True)
             for rank in ranks:
                 report = recipe.trace(rank, arguments.gpu, objects=objects)
-                reports.append(report | {"compiles": recipe.compiles, "disk": recipe.disk})
+                told = {"config": arguments.config.name, "overrides": arguments.overrides, "compiles": recipe.compiles}
+                reports.append(report | told)
                 problems += problems_of(reports[-1])
                 print("\n".join(lines_of(reports[-1])), flush=True)
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
@@ -19,42 +19,12 @@ from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.layout import training_sizes
 from tests.unit.config.run_configs import CONFIGS, ROOT
+from tools.standin.shapes import MODELS
 
 RECIPES = [
     *sorted((CONFIGS / "recipes" / "llm").glob("*.yaml")),
     *(CONFIGS / f"grpo_math_{model}_megatron.yaml" for model in ("8B", "70B", "qwen30ba3b")),
 ]
-
-# As published in the models' config.json.
-_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
-LLAMA3_ROPE = {"rope_parameters": _ROPE | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
-EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-
-
-def model(kind: Any, vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int, positions: int, **more: Any):
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
-    attention = {"num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": positions}
-    return kind(**sizes, **attention, **more)
-
-
-MODELS: dict[str, PretrainedConfig] = {
-    "meta-llama/Llama-3.1-8B-Instruct": model(LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 131072, **LLAMA3_ROPE),
-    "meta-llama/Llama-3.3-70B-Instruct": model(LlamaConfig, 128256, 8192, 28672, 80, 64, 8, 131072, **LLAMA3_ROPE),
-    "Qwen/Qwen2.5-7B-Instruct": model(Qwen2Config, 152064, 3584, 18944, 28, 28, 4, 32768),
-    "Qwen/Qwen2.5-32B-Instruct": model(Qwen2Config, 152064, 5120, 27648, 64, 40, 8, 32768),
-    "Qwen/Qwen3-8B": model(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128),
-    "Qwen/Qwen3-32B": model(Qwen3Config, 151936, 5120, 25600, 64, 64, 8, 40960, head_dim=128),
-    "Qwen/Qwen3-30B-A3B": model(Qwen3MoeConfig, 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, **EXPERTS),
-    "Qwen/Qwen3-235B-A22B": model(
-        Qwen3MoeConfig, 151936, 4096, 12288, 94, 64, 4, 40960, head_dim=128, **EXPERTS | {"moe_intermediate_size": 1536}
-    ),
-    "unsloth/DeepSeek-V3-bf16": DeepseekV3Config(
-        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
-        num_key_value_heads=128, moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=256, n_group=8,
-        num_experts_per_tok=8, topk_group=4, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=1536,
-        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=163840,
-    ),
-}  # fmt: skip
 
 
 def dry_run(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *given: Any) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nemo_rl.models.policy.memory import RESERVE, Phase
 from tools.standin.trace.index_values import IndexValues
 
 ATEN = torch.ops.aten
@@ -24,6 +25,17 @@ PRODUCTS = {ATEN.mm: (0, 1), ATEN.addmm: (1, 2), ATEN.bmm: (0, 1), ATEN._grouped
 
 COMMUNICATION = ("c10d", "_c10d_functional")
 ONE_SIDED = {"send", "recv_", "recv_any_source_"}
+
+
+OTHER_PROCESSES = ("CUDA context", "asleep beside it", "engine's weights", "KV cache")
+"""Parts of a prediction that torch's allocator in the training process has not."""
+
+
+def in_allocator(phase: Phase) -> dict[str, float]:
+    """The predicted bytes of tensors at most, and of the device's memory that the allocator holds at most."""
+    parts = [part for part in phase.parts if part.name not in OTHER_PROCESSES]
+    reserved = sum(part.num_bytes for part in parts)
+    return {"peak": sum(part.num_bytes for part in parts if part.name != RESERVE), "reserved": reserved}
 
 
 @dataclass

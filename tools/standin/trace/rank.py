@@ -14,12 +14,12 @@ import torch
 
 from nemo_rl.algorithms.parts.placement import phases_of
 from nemo_rl.config.loader import load_config
-from nemo_rl.models.policy.memory import RESERVE, Machine, ModelShape, Phase
+from nemo_rl.models.policy.memory import Machine, ModelShape
 from nemo_rl.models.policy.pretrained import load_config as load_shape
 from nemo_rl.utils.registry import import_object
 from tools.config_cli import MODELS
 from tools.standin.trace import neighbours, world
-from tools.standin.trace.phases import Phases
+from tools.standin.trace.phases import Phases, in_allocator
 
 
 def where(error: BaseException) -> str:
@@ -27,17 +27,6 @@ def where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/nemo_rl/" in frame.filename and "site-packages" not in frame.filename]
     return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
-
-
-OTHER_PROCESSES = ("CUDA context", "asleep beside it", "engine's weights", "KV cache")
-"""Parts of a prediction that torch's allocator in the training process has not."""
-
-
-def in_allocator(phase: Phase) -> dict[str, float]:
-    """The predicted bytes of tensors at most, and of the device's memory that the allocator holds at most."""
-    parts = [part for part in phase.parts if part.name not in OTHER_PROCESSES]
-    reserved = sum(part.num_bytes for part in parts)
-    return {"peak": sum(part.num_bytes for part in parts if part.name != RESERVE), "reserved": reserved}
 
 
 def trace(task: dict[str, Any]) -> dict[str, Any]:
