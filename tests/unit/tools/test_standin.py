@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.utils.folders import cache_root
+from tools.standin import mistakes
 from tools.standin.build import STAMP, build, environment, missing, site_packages_of_torch, torch_version
+from tools.standin.mistakes import MISTAKES, Layout
+from tools.trace_recipe import Recipe
 
 LACKS = missing(site_packages_of_torch())
 needs_build = pytest.mark.skipif(bool(LACKS), reason=f"the stand-in for CUDA needs {', '.join(LACKS)}")
@@ -130,3 +134,82 @@ def test_another_process_sees_the_same_device_memory_and_a_killed_one_leaves_not
     assert done.stdout == "2016\n64\n" and done.returncode == -9, done.stderr
     left = set(os.listdir("/dev/shm")) - before
     assert not [name for name in left if "standin" in name], left
+
+
+ADAPTERS = "lora_cfg={enabled: true, match_all_linear: true}"
+LAYOUTS = {
+    "FSDP2, tensor and sequence parallel; GRPO with a refit": mistakes.TENSOR,
+    "pipeline": mistakes.PIPELINE,
+    "experts over ranks": mistakes.EXPERTS,
+    "context parallel, adapters": Layout("tiny-qwen3", 4, ("context_parallel_size=2", ADAPTERS), config="sft"),
+}
+COLLECTIVES = {
+    "FSDP2, tensor and sequence parallel; GRPO with a refit": {"allgather_base x4", "reduce_scatter_base x4"},
+    "pipeline": {"send x2", "recv x2"},
+    "experts over ranks": {"all_to_all_single x4", "reduce_scatter_base x8"},
+    "context parallel, adapters": {"all_gather_into_tensor x2", "reduce_scatter_base x4"},
+}
+
+
+@needs_build
+@pytest.mark.over_20s("the GPU's path of four layouts runs nowhere else by default")
+def test_one_rank_of_each_kind_of_layout_builds_trains_offloads_and_refits_on_the_device():
+    recipes = [Recipe.prepare(mistakes.ROOT / layout.path, layout.overrides) for layout in LAYOUTS.values()]
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(lambda recipe: recipe.trace(0, "h100"), recipes))
+    for layout, report in zip(LAYOUTS, reports, strict=True):
+        assert report["stop"] is None, (layout, report["stop"])
+        train = next(numbers for phase, numbers in report["phases"].items() if "train" in phase)
+        assert COLLECTIVES[layout] <= set(train["collectives"]), (layout, train["collectives"])
+        assert train["tflop"] > 0 and 0 < train["peak"] <= train["reserved"] < report["memory"]
+
+
+def test_each_seeded_mistake_still_has_its_place_in_the_sources_and_a_row_in_the_guide():
+    guide = (mistakes.ROOT / "docs" / "guides" / "gpu-without-a-gpu.md").read_text()
+    for mistake in MISTAKES.values():
+        mistakes.placed(mistake)
+        assert mistake.row in guide, mistake.row
+        assert all((mistakes.ROOT / test.partition("::")[0]).exists() for test in mistake.tests)
+
+
+@needs_build
+@pytest.mark.standin
+@pytest.mark.timeout(1500)
+def test_mistakes_are_noticed_as_the_guide_says():
+    assert mistakes.main([]) == 0
+
+
+VALUES = """
+import sys, torch
+from torch.nn.attention.varlen import varlen_attn
+
+
+def numbers(device):
+    torch.manual_seed(0)
+    x, weight = torch.randn(12, 64), torch.randn(64, 64).to(device).requires_grad_()
+    out = torch.nn.functional.silu(x.to(device) @ weight).softmax(-1)
+    states = out.view(12, 4, 16).to(torch.bfloat16)
+    if device == "cuda":
+        offsets = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+        rows = varlen_attn(states, states, states, offsets, offsets, 7, 7, window_size=(-1, 0))
+    else:
+        parts = [part.transpose(0, 1)[None].float() for part in states.split([5, 7])]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        rows = torch.cat([attend(p, p, p, is_causal=True)[0].transpose(0, 1) for p in parts])
+    loss = rows.float().square().sum()
+    loss.backward()
+    return [loss.item(), weight.grad.norm().item(), torch.arange(5, device=device).flip(0).tolist()]
+
+
+print(numbers("cpu"), numbers("cuda"), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(bool(missing(site_packages_of_torch(), values=True)), reason="g++ is not installed")
+@pytest.mark.standin
+def test_with_values_the_device_computes_as_the_cpu_does_forward_and_backward():
+    libraries = build(site_packages_of_torch(), cache_root() / "standin", values=True)
+    done = run(libraries, VALUES, values=True)
+    host, device = (json.loads(line) for line in done.stdout.splitlines())
+    assert device[:2] == pytest.approx(host[:2], rel=1e-2) and device[2] == host[2] == [4, 3, 2, 1, 0], done.stderr
+    assert "the CPU computes its values" in done.stderr
