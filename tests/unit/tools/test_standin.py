@@ -6,12 +6,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl.utils.folders import cache_root
 from tools.standin import mistakes
 from tools.standin.build import STAMP, build, environment, missing, site_packages_of_torch, torch_version
+from tools.standin.hook import sitecustomize
 from tools.standin.mistakes import MISTAKES, Layout
 from tools.trace_recipe import Recipe
 
@@ -63,6 +65,13 @@ def test_an_environment_keeps_the_users_variables_and_refuses_another_torch_mach
         (tmp_path / STAMP).write_text(json.dumps(own | {key: value}))
         with pytest.raises(ValueError, match=rf"built for {key} {value.replace('+', '.')}, and this is"):
             environment(tmp_path)
+
+
+def test_a_process_with_another_torch_than_the_libraries_were_built_for_is_refused(monkeypatch):
+    monkeypatch.setenv("STANDIN_TORCH", "2.13.0+cu130")
+    sitecustomize.same_torch(SimpleNamespace(__version__="2.13.0+cu130"))
+    with pytest.raises(ImportError, match=r"built for torch 2\.13\.0\+cu130, and this is 2\.12\.0\+cu130"):
+        sitecustomize.same_torch(SimpleNamespace(__version__="2.12.0+cu130"))
 
 
 DEVICE = """

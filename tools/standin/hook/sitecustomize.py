@@ -1,7 +1,7 @@
 """Loaded by every Python process on the stand-in for CUDA, by PYTHONPATH: acts on modules once they are loaded.
 
 Refuses another torch than the one that the libraries were built for. With true values (STANDIN_VALUES) it installs
-those of `emulate`.
+those of `emulate`, and without them vLLM gets tokens from `engine`.
 """
 
 import importlib.abc
@@ -35,7 +35,18 @@ def of_triton(interpreter):
         emulate.of_triton(interpreter)
 
 
-AFTER = {"torch": of_torch, "triton.runtime.interpreter": of_triton}
+def of_sampler(sampler):
+    if "STANDIN_VALUES" not in os.environ:
+        import engine
+
+        engine.of_sampler(sampler)
+
+
+AFTER = {
+    "torch": of_torch,
+    "triton.runtime.interpreter": of_triton,
+    "vllm.v1.worker.gpu.sample.sampler": of_sampler,
+}
 
 
 class Finder(importlib.abc.MetaPathFinder):
