@@ -215,7 +215,11 @@ def training_phases(
         rank = _GpuRank(policy, model, sizes, shards, expert_shards, trained > 0, free)
         return {
             "logprobs": [*resident, *rank.forward(scored_tokens)],
-            "train": [*resident, Part("gradients", held, cut), *rank.training(train_tokens)],
+            "train": [
+                *resident,
+                Part("gradients", held, cut),
+                *rank.training(train_tokens, reduced if deferred else 0.0),
+            ],
             "update": phases["update"],
         }
     for parts in phases.values():
@@ -308,8 +312,11 @@ class _GpuRank:
         reserve = sum(part.num_bytes for part in self.gathered(2))
         return [*parts, Part(RESERVE, reserve, size)]
 
-    def training(self, tokens: float) -> list[Part]:
-        """The moment of a backward pass that has most, with the others' memory in reserve."""
+    def training(self, tokens: float, reduced: float) -> list[Part]:
+        """The moment of a backward pass that has most, with the others' memory in reserve.
+
+        `reduced`: bytes of gradients that come layer by layer in the place of others that waited for it.
+        """
         is_packed, backend = self.policy.sequence_packing.enabled, self.policy.backend_cfg
         budget = self.policy.key("sequence_packing.train_mb_tokens" if is_packed else "train_micro_batch_size")
         size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
@@ -349,7 +356,7 @@ class _GpuRank:
         highest: dict[str, float] = {}
         for part in (part for parts in moments for part in parts):
             highest[part.name] = max(highest.get(part.name, 0.0), part.num_bytes)
-        reserve = sum(highest.values()) - sum(part.num_bytes for part in most)
+        reserve = reduced + sum(highest.values()) - sum(part.num_bytes for part in most)
         return [*most, Part(RESERVE, reserve, size)]
 
 
