@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
-from nemo_rl.models.generation.vllm.generation import ENGINE_ENVIRONMENT
+from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT, GenerationConfig, SglangConfig, VllmConfig
 from nemo_rl.types import GenerationRequest, SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
@@ -89,6 +88,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         val_top_p=1.0,
         val_top_k=None,
         vllm_cfg=VllmConfig(precision="float32", max_model_len=args.tokens + 32),
+        sglang_cfg=SglangConfig(dtype="float32", context_length=args.tokens + 32),
         vllm_kwargs={"speculative_config": NGRAM} if args.one == "ngram" else {},
     )
     worker = VllmWorker(

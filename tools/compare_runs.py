@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nemo_rl.utils.venvs import venv_path
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "examples" / "configs"
 SCRIPTS = {
@@ -56,6 +58,10 @@ def configurations(only: list[str]) -> dict[str, Path]:
     unknown = sorted(set(only) - set(found))
     if unknown:
         raise SystemExit(f"error: no configuration {', '.join(unknown)}; there are {', '.join(found)}")
+    if not venv_path("sglang", ROOT).is_dir():
+        for name in [name for name in found if "sglang" in name and name not in only]:
+            print(f"{name}: left out, as SGLang is not installed; a run of it installs SGLang", flush=True)
+            del found[name]
     return {name: found[name] for name in only} if only else found
 
 

@@ -43,6 +43,8 @@ REGISTRIES = {
     "nemo_rl.models.generation.vllm.startup": {"WORKER_EXTENSION"},
     # worker classes
     "nemo_rl.models.generation.vllm.generation": {"WORKER", "WORKER_OF_NODE"},
+    "nemo_rl.models.generation.sglang.generation": {"WORKER"},
+    "nemo_rl.models.generation.sglang.weight_loader": {"LOADER"},
     "nemo_rl.models.generation.hf": {"WORKER"},
     "nemo_rl.rollouts.collector": {"WORKER"},
     "nemo_rl.rollouts.tokenizer_pool": {"WORKER"},

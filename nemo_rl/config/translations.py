@@ -514,7 +514,6 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         *_keys("loss_fn.normalize_teacher_by_vocab"),
         _without("dataset.processor", "kd_data_processor"),
     ),
-    "engines of SGLang": (_without("generation.backend", "sglang"),),
     "engines of TensorRT-LLM and Dynamo": (_without("generation.backend", "trtllm", "dynamo"),),
     "drafts of EAGLE before version 3": (_without("generation.vllm_kwargs.speculative_config.method", "eagle"),),
     "drafts of a policy that does not generate": _keys("model.draft", neutral=switched_off),

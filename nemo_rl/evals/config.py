@@ -18,7 +18,7 @@ from nemo_rl.environments.config import (
     judges_of,
     sections_of,
 )
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig, variable_rules
+from nemo_rl.models.generation.config import GenerationConfig, SglangConfig, VllmConfig, variable_rules
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.config import ClusterConfig
 
@@ -67,6 +67,16 @@ class EvalVllmConfig(VllmConfig):
     """Fraction of the GPU's memory for weights and KV cache."""
 
 
+class EvalSglangConfig(SglangConfig):
+    """The SGLang engine, which evaluates nothing yet."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of weights, activations and cache."""
+
+    context_length: int = Field(default=2048, ge=1)
+    """Tokens of the longest sequence, prompt included."""
+
+
 class EvalGenerationConfig(GenerationConfig):
     """The model, sampling parameters and the vLLM engine."""
 
@@ -84,6 +94,8 @@ class EvalGenerationConfig(GenerationConfig):
     """Sampling temperature; 0 is greedy."""
 
     vllm_cfg: EvalVllmConfig
+
+    sglang_cfg: EvalSglangConfig
 
     rules: ClassVar = {
         "num_prompts_per_step=0": "must be 1 or more, or -1 to keep the engines busy -> num_prompts_per_step=-1",

@@ -29,13 +29,14 @@ LEVELS = {f"nemo_rl.{name}": level for level, names in enumerate(BY_LEVEL) for n
 # Heavy or optional packages: the only files that may import them, at any depth.
 ENGINE_FILES = {
     "vllm": ("models/generation/vllm/*.py",),
+    "sglang": ("models/generation/sglang/*.py",),
     "megatron": ("models/policy/megatron/*.py",),
     "transformer_engine": ("models/policy/megatron/*.py",),
 }
 # Never at the top of a module: imported where they are switched on.
 ONLY_INSIDE_FUNCTIONS = {"wandb", "mlflow", "swanlab", "trackio", "tensorboard", "matplotlib"}
 # Configuration is read by `--help`; these would take seconds.
-NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets"}
+NOT_IN_CONFIG = {"torch", "ray", "vllm", "sglang", "transformers", "datasets"}
 RAY_FREE = ("types.py", "config/*.py", "data/*.py", "data/*/*.py", "algorithms/losses/*.py", "algorithms/plan/*.py")
 
 

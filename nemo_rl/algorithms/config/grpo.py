@@ -262,7 +262,8 @@ class GRPOMasterConfig(RolloutMasterConfig):
             "nothing samples while the policy trains if its own workers generate -> grpo.async_grpo.enabled=false | "
             "policy.generation.backend=vllm and {devices_apart}"
         ),
-        "grpo.async_grpo.enabled and policy.generation.backend=vllm excludes policy.generation.colocated.enabled": (
+        "grpo.async_grpo.enabled and policy.generation.is_by_policy=false excludes "
+        "policy.generation.colocated.enabled": (
             "samples while the policy trains, so generation needs devices of its own -> {devices_apart} | "
             "grpo.async_grpo.enabled=false"
         ),

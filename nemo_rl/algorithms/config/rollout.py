@@ -355,6 +355,46 @@ _GENERATION_BY_POLICY = {
     ),
 }
 
+_UNSUPPORTED_BY_SGLANG = {
+    "cluster.use_gpus": ("GPUs", None),
+    "policy.generation.vllm_cfg.expose_http_server": (
+        "the OpenAI-compatible server",
+        "policy.generation.vllm_cfg.expose_http_server=false",
+    ),
+    "policy.generation.vllm_kwargs": ("arguments of vLLM (remove them)", None),
+    "policy.generation.bad_words": ("texts that are never sampled", "policy.generation.bad_words=null"),
+    "policy.generation.top_p < 1": (
+        "logprobs after top_p, with which training computes",
+        "policy.generation.top_p=1",
+    ),
+    "policy.generation.top_k": ("logprobs after top_k, with which training computes", "policy.generation.top_k=null"),
+    "policy.router_replay.enabled": ("the experts of tokens", "policy.router_replay.enabled=false"),
+    "policy.dtensor_cfg.lora_cfg.refit=adapter": (
+        "adapters apart from their weights",
+        "policy.dtensor_cfg.lora_cfg.refit=merged",
+    ),
+    "policy.generation.sglang_cfg.dtype != float32": (
+        "another data type than float32",
+        "policy.precision=float32 and policy.generation.sglang_cfg.dtype=float32",
+    ),
+}
+"""What engines of SGLang cannot do -> (its name, what switches it off if anything does)."""
+
+_SGLANG = {
+    **{
+        f"{condition} and policy.generation.backend=sglang": (
+            f"not supported yet: {what} with engines of SGLang -> "
+            + " | ".join([*([] if off is None else [off]), "policy.generation.backend=vllm"])
+        )
+        for condition, (what, off) in _UNSUPPORTED_BY_SGLANG.items()
+    },
+    "data.max_input_seq_length > {policy.generation.sglang_cfg.context_length} and policy.generation.backend=sglang": (
+        "{data.max_input_seq_length} is more than policy.generation.sglang_cfg.context_length="
+        "{policy.generation.sglang_cfg.context_length}: such prompts could never be answered -> "
+        "data.max_input_seq_length={policy.generation.sglang_cfg.context_length}"
+    ),
+}
+
 _ENGINES = {
     "policy.generation.vllm_cfg.precision=fp8 and policy.generation.backend=vllm requires cluster.use_gpus": (
         "fp8 runs on GPUs only -> policy.generation.vllm_cfg.precision={policy.precision}"
@@ -443,7 +483,7 @@ class RolloutMasterConfig(RunConfig):
     env: EnvSection
     """Environments that answer and reward samples, by name."""
 
-    rules: ClassVar = {**_GENERATION_BY_POLICY, **_ENGINES, **_SAMPLING, **saving_rules("policy")}
+    rules: ClassVar = {**_GENERATION_BY_POLICY, **_ENGINES, **_SGLANG, **_SAMPLING, **saving_rules("policy")}
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -553,6 +593,8 @@ class RolloutMasterConfig(RunConfig):
 
     def _check_engines(self) -> Problems:
         """Check that engines fill the machines. An engine spans nodes only by its pipeline stages."""
+        if self.policy.generation.backend == "sglang":  # an engine on each worker
+            return
         vllm, is_colocated = self.policy.generation.vllm_cfg, self.policy.generation.colocated.enabled
         num_workers, per_node = self.generation_cluster.num_workers, self.generation_cluster.workers_per_node
         size, kind = vllm.engine_size, self.cluster.kind

@@ -25,7 +25,7 @@ from nemo_rl.utils.tokenizer import decode, encode
 
 
 def answer_settings(
-    model: str, tokenizer: PreTrainedTokenizerBase, vllm: VllmConfig, vocab_size: int
+    model: str, tokenizer: PreTrainedTokenizerBase, vllm: VllmConfig, vocab_size: int, max_model_len: int
 ) -> AnswerSettings:
     """How requests in OpenAI's format become tokens, and completions become answers."""
     chat = vllm.http_server_serving_chat_kwargs
@@ -36,7 +36,7 @@ def answer_settings(
         encode=partial(encode, tokenizer),
         decode=partial(decode, tokenizer),
         vocab_size=vocab_size,
-        max_model_len=vllm.max_model_len,
+        max_model_len=max_model_len,
     )
 
 
@@ -50,14 +50,15 @@ def make_connect_agents(
     vocab_size: int,
     vllm: VllmConfig,
     max_calls: int,
+    max_model_len: int,
     env_step_timeout_s: float,
 ) -> Callable[[], Mapping[str, Agents]]:
     """The function that makes the agents by task name in the rollout worker.
 
     `actors`: section of `env` -> actor handles. `name`: the model's. `max_calls`: calls of the model in an episode at
-    most.
+    most. `max_model_len`: tokens of the engine's longest sequence.
     """
-    answers = answer_settings(name, tokenizer, vllm, vocab_size)
+    answers = answer_settings(name, tokenizer, vllm, vocab_size, max_model_len)
     settings = {
         section: AgentSettings(
             name=section,

@@ -10,6 +10,8 @@ from nemo_rl.algorithms.parts.devices import Devices, RolloutDevices
 from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.algorithms.run import Run
 from nemo_rl.models.generation.interfaces import GENERATION, EngineSettings, GenerationInterface
+from nemo_rl.models.generation.replicas import EngineGeneration
+from nemo_rl.models.generation.sglang.generation import SglangGeneration
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.lm_policy import Policy
@@ -49,13 +51,13 @@ class PolicyAndEngines:
             return PolicyAndEngines(policy=start_policy(), generation=None, refit=NoWeightSync())
         if config.policy.generation.is_by_policy:
             return start_self_generation(run, start_policy, devices)
-        return start_vllm(run, model, start_policy, devices)
+        return start_with_engines(run, model, start_policy, devices)
 
 
-def start_vllm[ConfigT: RolloutMasterConfig](
+def start_with_engines[ConfigT: RolloutMasterConfig](
     run: Run[ConfigT], model: Model, start_policy: Callable[[], Policy], devices: RolloutDevices
 ) -> PolicyAndEngines:
-    """Start the policy, engines of vLLM, and the sync between them. All end with the run."""
+    """Start the policy, engines, and the sync between them. All end with the run."""
     config, training = run.config, devices.training
     draft = None
     if config.policy.draft.enabled:
@@ -63,8 +65,10 @@ def start_vllm[ConfigT: RolloutMasterConfig](
 
         draft = draft_config(config.policy, model.config)
 
-    def start_engines() -> VllmGeneration:
-        generation = VllmGeneration(
+    engine_class = SglangGeneration if config.policy.generation.backend == "sglang" else VllmGeneration
+
+    def start_engines() -> EngineGeneration:
+        generation = engine_class(
             devices.generation.cluster,
             EngineSettings(
                 model=model.model_path,
@@ -98,7 +102,7 @@ def start_vllm[ConfigT: RolloutMasterConfig](
 
 
 def make_refit(
-    config: RolloutMasterConfig, policy: Policy, generation: VllmGeneration, training: Devices, devices: Devices
+    config: RolloutMasterConfig, policy: Policy, generation: EngineGeneration, training: Devices, devices: Devices
 ) -> Refit:
     """The sync of weights from the devices of training to the `devices` of generation."""
     settings, accelerator, rendezvous = config.policy.generation, training.accelerator, None
@@ -126,7 +130,7 @@ def make_refit(
         generation,
         accelerator,
         transport=generation.transport,
-        wire_dtype=settings.vllm_cfg.dtype,
+        wire_dtype=settings.engine.dtype,
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
         rendezvous=rendezvous,
         recompute_kv_cache=config.recomputes_kv_cache,
@@ -147,7 +151,7 @@ def start_self_generation[ConfigT: RolloutMasterConfig](
     generation = HfGeneration(
         training.cluster,
         policy,
-        max_model_len=config.policy.generation.vllm_cfg.max_model_len,
+        max_model_len=config.policy.generation.engine.max_model_len,
         max_batch_size=config.policy.generation.own_batch_size,
         timeout_s=config.cluster.worker_timeout_s,
     )

@@ -57,7 +57,7 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
     """Describe the node and device of each rank, and how the samples of a step are divided."""
     colocated = {m.key: _rank_texts(m.config, m.cluster) for m in cfg.further_models if not m.is_apart}
     columns = {"policy": _rank_texts(cfg.policy, cfg.training_cluster), **colocated}
-    size = cfg.policy.generation.vllm_cfg.engine_size
+    size = cfg.policy.generation.engine.engine_size
     places = [divmod(rank, size) for rank in range(cfg.generation_cluster.num_workers)]
     texts = [f"engine {engine}" + (f" shard {shard}" if size > 1 else "") for engine, shard in places]
     if cfg.policy.generation.is_by_policy:
@@ -176,7 +176,7 @@ def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per
 
 def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     cluster, generation = cfg.training_cluster, cfg.policy.generation
-    engine_size = generation.vllm_cfg.engine_size
+    engine_size = generation.engine.engine_size
     sharing = "taking turns with the policy on the same devices" if cluster.use_gpus else "beside the policy"
     engines = _count(cfg.generation_cluster.num_workers // engine_size, "engine")
     rows = _policy_rows(cfg.policy, cluster)
@@ -184,12 +184,12 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     if not generation.colocated.enabled:
         rows = {"training": f"{_where(cluster)}", **rows}
         where = f"on {_where(cfg.generation_cluster)} of its own; weights by {'NCCL' if cluster.use_gpus else 'gloo'}"
-    rows["generation"] = f"vLLM, {engines} of {_count(engine_size, _device(cluster))}, {where}"
+    rows["generation"] = f"{generation.engine.name}, {engines} of {_count(engine_size, _device(cluster))}, {where}"
     if generation.is_by_policy:
         rows["generation"] = "by the policy's own workers"
     if cfg.rollout.replay_from is not None:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
-    elif not (cluster.use_gpus or generation.is_by_policy or "enable_prefix_caching" in generation.vllm_kwargs):
+    elif generation.backend == "vllm" and not (cluster.use_gpus or "enable_prefix_caching" in generation.vllm_kwargs):
         times, found = cfg.rollout.num_generations_per_prompt, local_config(cfg.policy)
         if found is not None:
             is_shared = generation.shares_prompts_on_cpu and can_share_prompts(found)

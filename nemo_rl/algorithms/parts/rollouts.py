@@ -134,14 +134,14 @@ class Rollouts:
         self, config: RolloutMasterConfig, environments: Mapping[str, Sequence[Any]]
     ) -> RolloutWorkerSettings:
         """The settings of the rollout worker. `environments`: section of `env` -> actor handles."""
-        rollout, vllm, model = config.rollout, config.policy.generation.vllm_cfg, self.model.config
+        rollout, generation, model = config.rollout, config.policy.generation, self.model.config
         return worker_settings(
             self.prompts.process,
             environments=environments,
             env=config.env,
             limits=EpisodeLimits(
                 max_turns=rollout.max_rollout_turns,
-                max_total_tokens=vllm.max_model_len,
+                max_total_tokens=generation.engine.max_model_len,
                 timeout_s=rollout.episode_timeout_s,
                 image_token_id=image_token_id(model),
             ),
@@ -150,7 +150,7 @@ class Rollouts:
             seed=rollout.seed,
             model_name=config.policy.model_name,
             vocab_size=model.get_text_config().vocab_size,
-            vllm=vllm,
+            vllm=generation.vllm_cfg,
         )
 
 

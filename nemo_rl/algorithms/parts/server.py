@@ -56,7 +56,11 @@ class EngineServer:
             token=http_server_token(vllm.http_server),
             sampling=sampling,
             answers=answer_settings(
-                run.config.policy.model_name, model.tokenizer, vllm, model.config.get_text_config().vocab_size
+                run.config.policy.model_name,
+                model.tokenizer,
+                vllm,
+                model.config.get_text_config().vocab_size,
+                vllm.max_model_len,
             ),
             engine_timeout_s=timeout_s / 2,
         )

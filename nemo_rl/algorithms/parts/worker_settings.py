@@ -54,6 +54,7 @@ def worker_settings(
             vocab_size=vocab_size,
             vllm=vllm,
             max_calls=limits.max_turns,
+            max_model_len=limits.max_total_tokens,
             env_step_timeout_s=env_step_timeout_s,
         )
     of_nemo_rl = frozenset(name for name in environments if raw_text(env[name]))

@@ -52,13 +52,13 @@ class AnswerQueue:
             ready.set()
 
 
-def prompt_problem(num_prompt_tokens: int, max_model_len: int) -> str | None:
-    """Why a prompt of this length cannot be completed; None if it can."""
+def prompt_problem(num_prompt_tokens: int, max_model_len: int, key: str = "vllm_cfg.max_model_len") -> str | None:
+    """Why a prompt of this length cannot be completed; None if it can. `key` sets `max_model_len`."""
     if num_prompt_tokens < 1:
         return "the prompt has no tokens: check the prompt file and the chat template"
     if num_prompt_tokens >= max_model_len:
         return (
             f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: "
-            f"vllm_cfg.max_model_len is {max_model_len}; raise it or shorten the prompts with data.max_input_seq_length"
+            f"{key} is {max_model_len}; raise it or shorten the prompts with data.max_input_seq_length"
         )
     return None

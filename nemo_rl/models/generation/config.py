@@ -149,6 +149,8 @@ class VllmConfig(StrictModel):
     """The vLLM engine."""
 
     _path: str = "policy.generation.vllm_cfg"
+    name: ClassVar = "vLLM"
+    length_key: ClassVar = "max_model_len"
 
     precision: Annotated[Literal["float32", "bfloat16", "float16", "fp8"], Derived("${...precision}")]
     """Data type of weights and activations. `fp8` (GPUs): weights come in bfloat16 at every sync, and weights of linear
@@ -224,6 +226,34 @@ def variable_rules(section: str) -> dict[str, str]:
     }
 
 
+class SglangConfig(StrictModel):
+    """The SGLang engine."""
+
+    _path: str = "policy.generation.sglang_cfg"
+    name: ClassVar = "SGLang"
+    length_key: ClassVar = "context_length"
+    kv_cache_dtype: ClassVar = "auto"
+    engine_size: ClassVar = 1
+    tensor_parallel_size: ClassVar = 1
+
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${...precision}")]
+    """Data type of weights, activations and cache."""
+
+    context_length: Annotated[int, Derived("${...max_total_sequence_length}"), Field(ge=1)]
+    """Tokens of the longest sequence, prompt included; longer completions are cut."""
+
+    cpu_kv_cache_space_gb: int = Field(default=1, ge=1)
+    """GiB of KV cache of each engine on CPU."""
+
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engines' processes."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.context_length
+
+
 class HfConfig(StrictModel):
     """Generation by the policy's own workers (`backend: hf` or `megatron`)."""
 
@@ -259,8 +289,8 @@ class GenerationConfig(StrictModel):
 
     _path: str = "policy.generation"
 
-    backend: Literal["vllm", "hf", "megatron"] = "vllm"
-    """`vllm`: engines of vLLM. `hf` and `megatron`: the policy's own workers, with the transformers or Megatron Core
+    backend: Literal["vllm", "sglang", "hf", "megatron"] = "vllm"
+    """`vllm` and `sglang`: engines of vLLM or SGLang. `hf` and `megatron`: the policy's own workers, with the transformers or Megatron Core
     model that they train."""
 
     max_new_tokens: Annotated[int, Derived("${..max_total_sequence_length}"), Field(ge=1)]
@@ -300,6 +330,9 @@ class GenerationConfig(StrictModel):
     vllm_cfg: VllmConfig
     """The vLLM engine."""
 
+    sglang_cfg: SglangConfig
+    """The SGLang engine."""
+
     hf_cfg: HfConfig = HfConfig()
     """Generation by the policy's own workers."""
 
@@ -331,7 +364,12 @@ class GenerationConfig(StrictModel):
     @property
     def is_by_policy(self) -> bool:
         """Whether the policy's own workers generate."""
-        return self.backend != "vllm"
+        return self.backend in ("hf", "megatron")
+
+    @property
+    def engine(self) -> VllmConfig | SglangConfig:
+        """The section of the engine that generates; of vLLM's also where the policy's own workers do."""
+        return self.sglang_cfg if self.backend == "sglang" else self.vllm_cfg
 
     @property
     def own_batch_size(self) -> int:

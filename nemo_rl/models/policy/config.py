@@ -538,7 +538,7 @@ class RolloutPolicyConfig(PolicyConfig):
     """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
 
     generation: GenerationConfig
-    """Generation: sampling parameters and the vLLM engine."""
+    """Generation: sampling parameters and the engine."""
 
     draft: DraftConfig = DraftConfig()
     """A draft model that trains beside the policy, for speculative decoding."""
@@ -566,6 +566,11 @@ class RolloutPolicyConfig(PolicyConfig):
             "{generation.vllm_cfg.max_model_len} is more than {section}.max_total_sequence_length="
             "{max_total_sequence_length}: training could not take such samples -> "
             "generation.vllm_cfg.max_model_len={max_total_sequence_length}"
+        ),
+        "generation.sglang_cfg.context_length > {max_total_sequence_length}": (
+            "{generation.sglang_cfg.context_length} is more than {section}.max_total_sequence_length="
+            "{max_total_sequence_length}: training could not take such samples -> "
+            "generation.sglang_cfg.context_length={max_total_sequence_length}"
         ),
         "generation.max_new_tokens > {max_total_sequence_length}": (
             "{generation.max_new_tokens} is more than {section}.max_total_sequence_length={max_total_sequence_length}, "

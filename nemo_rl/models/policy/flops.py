@@ -300,7 +300,7 @@ class Layout:
         return cls(
             training_gpus=training_gpus,
             generation_gpus=generation_gpus,
-            engine_gpus=generation.vllm_cfg.engine_size,
+            engine_gpus=generation.engine.engine_size,
             weight_shards=shards,
             optimizer_shards=optimizer_shards,
             master_bytes=master_bytes,

@@ -516,6 +516,8 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
 
 def predict_engine(generation: GenerationConfig, model: ModelShape, machine: Machine) -> list[Part]:
     """Parts of an engine while it samples, the weights first: of its device, or on a CPU of its processes."""
+    if generation.backend == "sglang":
+        return _of_sglang(generation, model)
     cfg = generation.vllm_cfg
     one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
     held = model.parameters * one / cfg.engine_size
@@ -526,6 +528,13 @@ def predict_engine(generation: GenerationConfig, model: ModelShape, machine: Mac
         cache, key = cfg.gpu_memory_utilization * memory - held, "gpu_memory_utilization"
     parts = [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")]
     return parts if machine.is_gpu else [*parts, *_of_cpu_engine(generation, model, weights.key)]
+
+
+def _of_sglang(generation: GenerationConfig, model: ModelShape) -> list[Part]:
+    """Parts of an engine of SGLang on a CPU, which uses its weights as they are."""
+    cfg = generation.sglang_cfg
+    cache = Part("KV cache", cfg.cpu_kv_cache_space_gb * 2.0**30, f"lower {cfg.key('cpu_kv_cache_space_gb')}")
+    return [Part("engine's weights", model.parameters * BYTES[cfg.dtype], "a smaller model"), cache]
 
 
 def _of_cpu_engine(generation: GenerationConfig, model: ModelShape, key: str) -> list[Part]:
@@ -568,7 +577,7 @@ def cache_tokens(policy: RolloutPolicyConfig, model: ModelShape, phases: Sequenc
     parts = [part for phase in phases if phase.name == "generation" for part in phase.parts if part.name == "KV cache"]
     if not parts:
         return None
-    cfg = policy.generation.vllm_cfg
+    cfg = policy.generation.engine
     one = 1 if "fp8" in cfg.kv_cache_dtype else BYTES.get(cfg.dtype, 2)
     return parts[0].num_bytes * cfg.engine_size / (model.key_values * model.num_layers * one)
 

@@ -358,11 +358,11 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
         ValueError: naming the key to change and what would work.
     """
     sizes = model.get_text_config().to_dict()
-    engine = config.generation.vllm_cfg if isinstance(config, RolloutPolicyConfig) else None
+    engine = config.generation.engine if isinstance(config, RolloutPolicyConfig) else None
     positions, heads = sizes.get("max_position_embeddings"), sizes.get("num_attention_heads")
     longest = config.key("max_total_sequence_length")
     asked = {longest: config.max_total_sequence_length}
-    asked |= {} if engine is None else {engine.key("max_model_len"): engine.max_model_len}
+    asked |= {} if engine is None else {engine.key(engine.length_key): engine.max_model_len}
     # Long-context RoPE has more positions than max_position_embeddings.
     is_stretched = "factor" in (sizes.get("rope_parameters") or {})
     too_long = [f"{key}={value}" for key, value in asked.items() if positions is not None and value > positions]

@@ -71,6 +71,16 @@ grpo @ -> HF & policy.generation.vllm_cfg.precision=float32
 grpo @ -> HF & policy.generation.vllm_cfg.tensor_parallel_size=2 & CPUS
 grpo @ -> HF & policy.generation.bad_words=[no]
 grpo @ -> HF & policy.generation.colocated.enabled=false
+grpo @ -> policy.generation.backend=sglang & policy.precision=float32
+grpo @ -> SGLANG & policy.generation.vllm_cfg.expose_http_server=true
+grpo @ -> SGLANG & policy.generation.vllm_kwargs.max_num_seqs=4
+grpo @ -> SGLANG & policy.generation.bad_words=[no]
+grpo @ -> SGLANG & policy.generation.top_p=0.9
+grpo @ -> SGLANG & policy.generation.top_k=3
+grpo @ -> MEGATRON & SGLANG & policy.router_replay.enabled=true
+grpo @ -> SGLANG & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.refit=adapter
+grpo @ -> SGLANG & policy.generation.sglang_cfg.dtype=bfloat16
+grpo @ -> SGLANG & policy.generation.sglang_cfg.context_length=64 & data.max_input_seq_length=100
 grpo @ -> CPUS & policy.generation.vllm_cfg.precision=fp8
 grpo @ -> CPUS & policy.generation.vllm_cfg.kv_cache_dtype=fp8
 grpo @ -> policy.generation.vllm_cfg.expose_http_server=true & REPLAY
@@ -89,6 +99,7 @@ grpo @ -> MEGATRON & checkpointing.model_save_format=safetensors
 grpo @ -> MEGATRON & policy.megatron_cfg.optimizer.optimizer_cpu_offload=true & OFFLOADS & policy.precision=float32
     & policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true
 grpo @policy -> @.draft.enabled=true & @.megatron_cfg.enabled=true & @.dtensor_cfg.enabled=false & EAGLE3
+grpo @policy -> @.generation.sglang_cfg.context_length=9999
 grpo @policy -> DRAFT & @.dtensor_cfg.tensor_parallel_size=2
 grpo @policy -> DRAFT & @.dtensor_cfg.context_parallel_size=2
 grpo @policy -> DRAFT & @.dtensor_cfg.pipeline_parallel_size=2
@@ -234,6 +245,7 @@ SHORT = {
     "GSPO": "loss_fn.sequence_level_importance_ratios=true & loss_fn.token_level_loss=false",
     "APART": "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}} & cluster.gpus_per_node=2",
     "HF": "policy.generation.backend=hf",
+    "SGLANG": "policy.generation.backend=sglang & policy.precision=float32 & CPUS",
     "CPUS": "cluster.gpus_per_node=0 & cluster.cpu_workers_per_node=2 & policy.precision=float32",
     "REPLAY": "grpo.replay_from=/tmp & grpo.val_period=0 & grpo.val_at_end=false & checkpointing.metric_name=null",
     "EAGLE3": "policy.generation.vllm_kwargs.speculative_config={method: eagle3, num_speculative_tokens: 2}",

@@ -348,7 +348,6 @@ env: {should_use_nemo_gym: true, nemo_gym: {uv_venv_dir: "${oc.env:NOT_SET}/gym"
     -> NeMo-Gym, NeMo RL v0.5
 data: {train: {dataset_name: NemoGymDataset}} -> NeMo-Gym, NeMo RL v0.5
 policy: {quant_cfg: a, generation: {quant_cfg: a, real_quant: true}} -> quantisation-aware training, NeMo RL v0.7
-policy: {generation: {backend: sglang}} -> engines of SGLang, NeMo RL v0.6
 policy: {generation: {backend: trtllm}} -> engines of TensorRT-LLM and Dynamo, NeMo RL MAIN
 policy: {generation: {backend: dynamo}} -> engines of TensorRT-LLM and Dynamo, NeMo RL MAIN
 env: {daily-omni: {num_workers: 1}} -> environments of video and sound, NeMo RL v0.6

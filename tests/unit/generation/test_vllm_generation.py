@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
+from nemo_rl.models.generation.replicas import engine_bundles
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.refit.sync import REFIT, Refit
@@ -113,7 +114,7 @@ def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
 
     def engines(tensor: int, pipeline: int = 1) -> list[list[list[int]]]:
         layout = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-        return engine_bundles(cluster, generation_config(vllm_cfg=layout).vllm_cfg)
+        return engine_bundles(cluster, generation_config(vllm_cfg=layout).vllm_cfg.engine_size)
 
     assert engines(2) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]] and engines(2, 2) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert engines(4, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]

@@ -1,128 +1,18 @@
-# pyright: reportCallIssue=true
 """The driver's handle of all vLLM replicas."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
-from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import WorkerError, first_line
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
-from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT, VllmConfig
-from nemo_rl.models.generation.interfaces import (
-    GENERATION,
-    DraftCounts,
-    EngineSettings,
-    EngineWorkerInterface,
-    GenerationInterface,
-)
-from nemo_rl.refit.layout import Transport
-from nemo_rl.utils.venvs import python_executable_for
-
-logger = logging.getLogger(__name__)
+from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT
+from nemo_rl.models.generation.replicas import EngineGeneration, EngineKind
 
 WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
 WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"
 
 
-class VllmGeneration(GenerationInterface):
-    """One engine per data-parallel replica, on `vllm_cfg.engine_size` bundles: neighbours on one node, or whole nodes.
+class VllmGeneration(EngineGeneration):
+    """Engines of vLLM."""
 
-    Args:
-        cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
-        settings: of each engine; `device` and `weight_transfer` are set here.
-        accelerator: generation registers there.
-    """
-
-    def __init__(
-        self,
-        cluster: RayVirtualCluster,
-        settings: EngineSettings,
-        *,
-        accelerator: Accelerator,
-        timeout_s: float | None = None,
-    ) -> None:
-        self._cluster = cluster
-        self._accelerator = accelerator
-        self._bundle_groups = engine_bundles(cluster, settings.cfg.vllm_cfg)
-        self._timeout_s = timeout_s
-        self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
-        self.transport: Transport = "packed_ipc" if cluster.use_gpus else "packed_shm"
-        if not settings.cfg.colocated.enabled:
-            self.transport = "packed_collective"
-        device = "cuda" if cluster.use_gpus else "cpu"
-        self._settings = replace(settings, device=device, weight_transfer=self.transport)
-        cluster.bundles()  # reserve them once, before the replicas start in parallel
-        super().__init__(len(self._bundle_groups), self._start_replica)
-        self.weights_follow = settings.load_format == "dummy"
-        accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
-
-    @property
-    def num_engine_ranks(self) -> int:
-        """Number of ranks of all engines together."""
-        return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
-
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Move "weights", "kv_cache", or both (None) back onto the device."""
-        self._call_all(EngineWorkerInterface.onload, tags)
-
-    def offload(self) -> None:
-        """Free the device. No request may be in flight. The weights are saved unless a sync will replace them all."""
-        self._call_all(EngineWorkerInterface.offload, keep_weights=not self.weights_follow)
-
-    def draft_counts(self) -> dict[Any, DraftCounts]:
-        return dict(zip(self.workers, self._call_all(EngineWorkerInterface.draft_counts), strict=True))
-
-    def describe_model(self) -> dict[str, Any]:
-        return self._call_all(EngineWorkerInterface.describe_model)[0]
-
-    def dead_workers(self) -> list[int]:
-        dead = []
-        limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as `EngineClient` waits
-        for index, replica in enumerate(self._replicas):
-            try:
-                replica.wait(replica.start_all(EngineWorkerInterface.check_health), limit_s)
-            except WorkerError as error:
-                logger.warning("%s", first_line(error))
-                dead.append(index)
-        return dead
-
-    def restart_worker(self, index: int) -> None:
-        awake = self._accelerator.awake
-        if awake is not None and awake != GENERATION:
-            self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
-        super().restart_worker(index)
-        self.weights_follow = True
-
-    def shutdown(self) -> None:
-        for replica in self._replicas:
-            replica.shutdown(EngineWorkerInterface.shutdown)
-
-    def _start_replica(self, index: int) -> RayWorkerGroup:
-        nodes = self._bundle_groups[index]
-        on_gpus, own = self._cluster.use_gpus, self._settings.cfg.vllm_cfg.env_vars
-        env_vars = own if on_gpus else HOST_ENVIRONMENT | own | ENGINE_ENVIRONMENT
-        return RayWorkerGroup(
-            self._cluster,
-            RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),
-            name_prefix=f"{GENERATION}-{index}",
-            bundle_groups=nodes,
-            py_executable=self._py_executable,
-            env_vars=env_vars,
-            timeout_s=self._timeout_s,
-        )
-
-
-def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:
-    """The bundles of each engine, by node: neighbours on one node, or all bundles of several nodes."""
-    by_node, size = cluster.bundles_by_node(), cfg.engine_size
-    per_node = len(by_node[0])
-    assert size % per_node == 0 or per_node % size == 0, "the configuration was checked against the cluster"
-    if (num_nodes := size // per_node) > 1:
-        return [by_node[start : start + num_nodes] for start in range(0, len(by_node), num_nodes)]
-    return [[node[start : start + size]] for node in by_node for start in range(0, len(node), size)]
+    kind = EngineKind(
+        extra=lambda on_gpus: "vllm" if on_gpus else "cpu",
+        worker=WORKER,
+        worker_of_node=WORKER_OF_NODE,
+        environment=ENGINE_ENVIRONMENT,
+    )
