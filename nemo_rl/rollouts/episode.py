@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nemo_rl.types import (
+    Completion,
     DatumSpec,
     EnvironmentStep,
     GenerateFn,
@@ -179,16 +180,7 @@ async def run_episode(
         if completion.routed_experts is not None:
             transcript.add_experts(completion.routed_experts)
         step = await env_step(transcript.messages, metadata)
-        turn = TurnMeta(
-            num_generated_tokens=len(completion.token_ids),
-            num_env_tokens=0,
-            reward=step.reward,
-            stop_reason=completion.stop_reason,
-            weight_version=completion.weight_version,
-            generation_s=generated - started,
-            env_s=time.perf_counter() - generated,
-            ends_in_loop=ends_in_loop(completion.token_ids),
-        )
+        turn = _turn(completion, step, generated - started, time.perf_counter() - generated)
         turns.append(turn)
         # An environment may name further rewards in a later turn.
         parts = [sum(pair) for pair in zip_longest(parts, step.reward_parts, fillvalue=0.0)]
@@ -204,6 +196,7 @@ async def run_episode(
             seen = await render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
             # Without room for a token of the policy after it, an observation would teach nothing.
             hit_total_token_limit = len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens
+            # Without room for a token of the policy after it, an observation would teach nothing.
             if hit_total_token_limit and (not raw_text or seen.images):
                 break
             num_seen = transcript.observe(seen, step.observation["role"], limits.max_total_tokens)
@@ -231,6 +224,19 @@ async def run_episode(
             num_sampled_image_tokens=num_image_tokens,
         ),
         metrics,
+    )
+
+
+def _turn(completion: Completion, step: EnvironmentStep, generation_s: float, env_s: float) -> TurnMeta:
+    return TurnMeta(
+        num_generated_tokens=len(completion.token_ids),
+        num_env_tokens=0,
+        reward=step.reward,
+        stop_reason=completion.stop_reason,
+        weight_version=completion.weight_version,
+        generation_s=generation_s,
+        env_s=env_s,
+        ends_in_loop=ends_in_loop(completion.token_ids),
     )
 
 
