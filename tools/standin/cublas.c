@@ -1,4 +1,4 @@
-/* Stands for libcublas.so.13: matrix products, which do nothing (silent.py names them). Here is what returns something. */
+/* Stands for libcublas.so.13: matrix products, which do nothing (silent.py names them). Here is what has a result. */
 #include "standin.h"
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* Stands for libcublasLt.so.13: matrix products with a choice of algorithm. There is one algorithm, and it does nothing. */
+/* Stands for libcublasLt.so.13: matrix products with a choice of algorithm. There is one, and it does nothing. */
 #include "standin.h"
 #include <stdlib.h>
 #include <string.h>

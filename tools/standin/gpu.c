@@ -17,7 +17,7 @@ static __thread int current;
 static const char *variable(const char *name) {
     const char *value = getenv(name);
     if (!value || !*value) {
-        standin_say("%s is not set: start the program with the variables of environment() in tools/standin/build.py", name);
+        standin_say("%s is not set: start the program with tools/standin/run.py", name);
         exit(2);
     }
     return value;

@@ -43,7 +43,8 @@ struct block {
 };
 
 struct range {
-    uintptr_t begin, end, next; /* `next` only grows until the end: an address that has been freed is not given out soon */
+    uintptr_t begin, end;
+    uintptr_t next; /* grows until the end: an address that has been freed is not given out again soon */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;

@@ -1,5 +1,5 @@
 /* Stands for libnccl.so.2, for communicators of one rank: what it sends it receives. In a larger one the collectives
-   return without a value, since the other ranks do not exist; torch's `fake` process group does the same without NCCL. */
+   return without a value, since the other ranks do not exist; torch's `fake` process group does so without NCCL. */
 #include "standin.h"
 #include <stdlib.h>
 #include <string.h>

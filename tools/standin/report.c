@@ -21,7 +21,7 @@ void standin_say(const char *format, ...) {
     fprintf(stderr, "stand-in for CUDA, no GPU computes: %s\n", text); /* one call: lines of processes do not mix */
 }
 
-/* A program that goes on with what such a function should have written reads nonsense, so the reader must know of it. */
+/* A program that goes on with what such a function should have written reads nonsense: the reader must know of it. */
 int standin_unknown(const char *function) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static const char *named[4096];

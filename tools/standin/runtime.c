@@ -1,8 +1,8 @@
 /* Stands for libcudart.so.13, the CUDA runtime, through which torch reaches a GPU.
 
    True: devices and their properties, memory, the checks of a launch's sizes, which stream is being captured. Not true:
-   kernels do nothing, a graph does nothing, events measure the time of the host, and all is done when a call returns, so
-   that no race can show. Functions that are exported, and are neither here nor in silent.py, say so when called. */
+   kernels do nothing, a graph does nothing, events measure the time of the host, and all is done when a call returns:
+   no race can show. Functions that are exported, and are neither here nor in silent.py, say so when called. */
 #define _GNU_SOURCE
 #define __CUDA_API_VERSION_INTERNAL 1 /* else the header renames some functions */
 #include "standin.h"
@@ -362,7 +362,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
     return cudaSuccess;
 }
 
-/* Graphs: a capture has a number, and what was captured is not kept. Each graph has one node, so that it is not empty. */
+/* Graphs: a capture has a number, and what was captured is not kept. Each graph has one node: it is not empty. */
 
 static void *new_handle(void) {
     return calloc(1, 64);
@@ -378,8 +378,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **needed, const cudaGraphEdgeData **edges,
-                                     size_t *num_needed) {
+                                     cudaGraph_t *graph, const cudaGraphNode_t **needed,
+                                     const cudaGraphEdgeData **edges, size_t *num_needed) {
     *status = capture_status(stream);
     if (id)
         *id = stream_of(stream)->capture;

@@ -1,8 +1,8 @@
 /* True values on the stand-in for CUDA: the CPU's kernel of aten in place of every CUDA kernel, on the same bytes.
 
-   Device memory is memory of this process, so that a tensor of the device can be seen as one of the host. Operators that
-   have no CPU kernel keep their CUDA kernel, which does nothing; emulate.py has those that matter. True: values in
-   eager mode, as the CPU rounds them. Not true: compiled code and graphs, random numbers of the GPU's generator. */
+   Device memory is memory of this process: a tensor of the device can be seen as one of the host. Operators that have no
+   CPU kernel keep their CUDA kernel, which does nothing; hook/standin_values.py has those that matter. True: values in
+   eager mode, as the CPU rounds them. Not true: compiled code, graphs, and the random numbers of the GPU's generator. */
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -146,7 +146,8 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
     TORCH_CHECK(false, "the stand-in for CUDA has no values of ", op.operator_name(), " (no GPU computes)");
 }
 
-/* Operators whose own CUDA kernel is right: they make memory, or see it another way, or copy it; or emulate.py has them. */
+/* Operators whose own CUDA kernel is right: they make memory, see it another way, or copy it; and those that
+   hook/standin_values.py has. */
 bool keeps_its_kernel(const std::string& name) {
     static const std::set<std::string> kept = {
         "aten::empty", "aten::empty_strided", "aten::_empty_affine_quantized", "aten::resize_", "aten::set_",
@@ -201,7 +202,9 @@ extern "C" int standin_refuse(const char* space, const char* except) {
     auto* library = new_library(space);
     int count = 0;
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-        if (name.name.rfind(begin, 0) != 0 || kept.find("," + name.name.substr(begin.size()) + ",") != std::string::npos)
+        if (name.name.rfind(begin, 0) != 0)
+            continue;
+        if (kept.find("," + name.name.substr(begin.size()) + ",") != std::string::npos)
             continue;
         auto op = c10::Dispatcher::singleton().findOp(name);
         if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))

@@ -1,7 +1,7 @@
 """Loaded by every Python process on the stand-in for CUDA, by PYTHONPATH: acts on modules once they are loaded.
 
 Refuses another torch than the one that the libraries were built for. With true values (STANDIN_VALUES) it installs
-those of `emulate`, and without them vLLM gets tokens from `engine`.
+those of `standin_values` and `standin_vllm`; without them vLLM gets tokens from `standin_engine`.
 """
 
 import importlib.abc
@@ -23,28 +23,36 @@ def same_torch(torch):
 def of_torch(torch):
     same_torch(torch)
     if "STANDIN_VALUES" in os.environ:
-        import emulate
+        import standin_values
 
-        emulate.of_torch(torch)
+        standin_values.of_torch(torch)
 
 
 def of_triton(interpreter):
     if "STANDIN_VALUES" in os.environ:
-        import emulate
+        import standin_values
 
-        emulate.of_triton(interpreter)
+        standin_values.of_triton(interpreter)
 
 
 def of_sampler(sampler):
     if "STANDIN_VALUES" not in os.environ:
-        import engine
+        import standin_engine
 
-        engine.of_sampler(sampler)
+        standin_engine.of_sampler(sampler)
+
+
+def of_vllm(operators):
+    if "STANDIN_VALUES" in os.environ:
+        import standin_vllm
+
+        standin_vllm.of_operators(operators)
 
 
 AFTER = {
     "torch": of_torch,
     "triton.runtime.interpreter": of_triton,
+    "vllm._custom_ops": of_vllm,
     "vllm.v1.worker.gpu.sample.sampler": of_sampler,
 }
 

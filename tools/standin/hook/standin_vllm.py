@@ -1,0 +1,117 @@
+"""True values of vLLM's own operators on the stand-in for CUDA: those that its engine calls for a dense model.
+
+Every other operator of vLLM that has a CUDA kernel stops by name: a value that nothing computed looks like any other.
+"""
+
+import ctypes
+import os
+
+import standin_values
+
+_kept = []
+
+
+def of_operators(module):
+    """After `vllm._custom_ops`, which registers the operators."""
+    import torch.library
+    import vllm.vllm_flash_attn.flash_attn_interface  # noqa: F401, registers those of attention
+
+    values = ctypes.CDLL(os.environ["STANDIN_VALUES"])
+    for space, kernels in OPERATORS.items():
+        own = ",".join([*kernels, *SILENT.get(space, ())])
+        values.standin_refuse(space.encode(), own.encode())
+        library = torch.library.Library(space, "IMPL")
+        _kept.append(library)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CUDA", allow_override=True)
+
+
+def _normed(x, weight, eps):
+    import torch
+
+    y = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return y if weight is None else y * weight
+
+
+def rms_norm(result, x, weight, eps):
+    result.copy_(_normed(x, weight, eps))
+
+
+def fused_add_rms_norm(x, residual, weight, eps):
+    residual.copy_(x + residual)
+    x.copy_(_normed(residual, weight, eps))
+
+
+def silu_and_mul(result, x):
+    import torch
+
+    gate, up = x.chunk(2, -1)
+    result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def rotary_embedding(positions, query, key, head_size, cache, is_neox, offset=0, inverse=False):
+    """Rotates query and key in place. `is_neox`: the halves of a head are the pairs, else its neighbours."""
+    import torch
+
+    cos, sin = cache[positions.flatten()].float().chunk(2, -1)
+    sin = -sin if inverse else sin
+    width = cos.shape[-1] * 2
+    for states in (query, key):
+        if states is None:
+            continue
+        heads = states.view(len(cos), -1, head_size)[..., offset : offset + width]
+        a, b = heads.float().chunk(2, -1) if is_neox else (heads[..., ::2].float(), heads[..., 1::2].float())
+        x = a * cos[:, None] - b * sin[:, None]
+        y = b * cos[:, None] + a * sin[:, None]
+        rotated = torch.cat((x, y), -1) if is_neox else torch.stack((x, y), -1).flatten(-2)
+        heads.copy_(rotated.to(states.dtype))
+
+
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, kind, k_scale, v_scale):
+    """Writes keys and values to their slots of the paged cache; a negative slot is padding."""
+    slots = slots.long()
+    used = slots >= 0
+    pages, places = slots[used] // key_cache.shape[1], slots[used] % key_cache.shape[1]
+    for states, cache in ((key, key_cache), (value, value_cache)):
+        cache[pages, places] = states[: len(slots)][used].to(cache.dtype)
+
+
+def flash_attention(
+    q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, used_k, max_q, max_k, table, kv_batch, leftpad,
+    rotary_cos, rotary_sin, rotary_lengths, q_scale, k_scale, v_scale, scale, causal, left, right, softcap, *ignored,
+):  # fmt: skip
+    """Of packed queries [T, heads, D] over a paged cache [pages, page size, kv heads, D] or packed keys."""
+    import torch
+
+    assert cu_q is not None and not softcap
+    out = torch.empty_like(q) if out is None else out
+    sums = torch.zeros(q.shape[1], q.shape[0], device=q.device)
+    begins = cu_q.tolist()
+    lengths = None if used_k is None else used_k.tolist()
+    key_begins = None if cu_k is None else cu_k.tolist()
+    for i, rows in enumerate(map(slice, begins, begins[1:])):
+        if rows.start >= rows.stop:
+            continue
+        if table is None:
+            keys = slice(*key_begins[i : i + 2])
+            own = k[keys], v[keys]
+        else:
+            pages = table[i, : -(-lengths[i] // k.shape[1])].long()
+            own = tuple(cache[pages].flatten(0, 1)[: lengths[i]] for cache in (k, v))
+        values, sums[:, rows] = standin_values.attend(q[rows], *own, scale, left, right, causal)
+        out[rows] = values.to(out.dtype)
+    return [out, sums, torch.empty(0, device=q.device), torch.empty(0, device=q.device)]
+
+
+OPERATORS = {
+    "_C": {
+        "rms_norm": rms_norm,
+        "fused_add_rms_norm": fused_add_rms_norm,
+        "silu_and_mul": silu_and_mul,
+        "rotary_embedding": rotary_embedding,
+    },
+    "_C_cache_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
+    "_vllm_fa3_C": {"fwd": flash_attention},
+}
+SILENT = {"_vllm_fa3_C": ("get_scheduler_metadata",)}
+"""Operators whose result nothing here reads."""
