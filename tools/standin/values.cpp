@@ -1,8 +1,8 @@
 /* True values on the stand-in for CUDA: the CPU's kernel of aten in place of every CUDA kernel, on the same bytes.
 
-   Device memory is memory of this process: a tensor of the device can be seen as one of the host. Operators that have no
-   CPU kernel keep their CUDA kernel, which does nothing; hook/standin_values.py has those that matter. True: values in
-   eager mode, as the CPU rounds them. Not true: compiled code, graphs, and the random numbers of the GPU's generator. */
+   Device memory is memory of this process: a tensor of the device can be seen as one of the host. Operators that have
+   no CPU kernel keep their CUDA kernel, which does nothing; hook/standin_values.py has those that matter. True: values
+   in eager mode, as the CPU rounds them. Not true: compiled code, graphs, random numbers of the GPU's generator. */
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
