@@ -397,6 +397,12 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
     lines += [f"  {line}" for line in describe_memory(phases, machine)]
     if not machine.is_gpu and cfg.cluster.num_nodes == 1:
         lines.append(f"  {_together(cfg, phases)}")
+    if machine.is_gpu and training_sizes(cfg.policy, cfg.training_cluster.num_workers).expert_parallel > 1:
+        uneven = next(phase for phase in phases_of(cfg, model.loaded(SKEW), machine) if phase.name == "train")
+        lines.append(
+            f"  experts are taken to be loaded evenly; if those of a rank get {SKEW:g} times as many rows, it has "
+            f"{gigabytes(uneven.num_bytes)} in train"
+        )
     if not isinstance(cfg, RolloutMasterConfig):
         return lines
     tokens = cache_tokens(cfg.policy, model, phases)
@@ -406,6 +412,7 @@ def memory_lines(cfg: TrainingConfig) -> list[str]:
     return lines
 
 
+SKEW = 2.0  # rows of the busiest rank's experts over the average
 OTHERS_BYTES = 1.5e9  # of a run on a CPU beside models and engines: Ray, driver, rollout worker, one environment
 
 

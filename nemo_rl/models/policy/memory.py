@@ -100,6 +100,10 @@ class ModelShape:
         layers = self.num_layers * (self.layer_parameters + self.expert_parameters)
         return self.root_parameters + self.tower_parameters + layers
 
+    def loaded(self, share: float) -> ModelShape:
+        """As a rank sees the model whose experts get `share` times as many rows as the average."""
+        return replace(self, routed=round(self.routed * share), intermediate=round(self.intermediate * share))
+
     def saved_numbers(self, compute_bytes: int, tensor_parallel: int, split: int = 1) -> float:
         """Bytes that one layer keeps of one token for its backward pass. `split`: ranks that share positions in norms.
 

@@ -96,6 +96,23 @@ def test_ranks_share_weights_and_each_kind_of_device_has_a_peak_that_names_a_key
     assert [line.split("  ")[0] for line in lines[-2:]] == ["peak of training", "peak of generation"]
 
 
+def test_experts_are_sharded_once_and_a_rank_with_more_rows_needs_more(tmp_path):
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    shape = {"vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    Qwen3MoeConfig(**shape, **experts, num_key_value_heads=4).save_pretrained(tmp_path)
+    cfg = config(
+        f"policy.model_name={tmp_path}", "cluster.gpus_per_node=8", "policy.dtensor_cfg.expert_parallel_size=4"
+    )
+    model, machine = ModelShape.of(setup.local_config(cfg.policy)), Machine(is_gpu=True, memory=80e9)
+    [parts] = [sizes_of(phase) for phase in setup.phases_of(cfg, model, machine) if phase.name == "train"]
+    assert parts["parameters"] == 4 * model.parameters / 8
+    lines = setup.memory_lines(cfg)
+    [even] = [line.split() for line in lines if line.startswith("  train ")]
+    [uneven] = [line for line in lines if "loaded evenly" in line]
+    skewed = re.search(r"get 2 times as many rows, it has ([\d.]+) GB in train", uneven)
+    assert skewed is not None and float(skewed[1]) > float(even[1]) * (1.0 if even[2] == "GB" else 1e-3)
+
+
 def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     asked = f"policy.model_name={seven_billion}", "policy.max_total_sequence_length=4096"
     cfg = config(*asked)
