@@ -8,6 +8,7 @@ No GPU computes: kernels do nothing, and memory, operations and messages are rea
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -53,6 +54,10 @@ def section_of(path: Path) -> str:
     return found.pop()
 
 
+WITHOUT_ENGINE = {"transformer_impl": "local", "moe_permute_fusion": "false", "moe_grouped_gemm": "false"}
+"""Keys of `megatron_cfg` where Transformer Engine is not installed."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A configuration with small steps, whose models are folders of holes."""
@@ -79,6 +84,12 @@ class Recipe:
         if isinstance(config, RolloutMasterConfig):
             models |= {further.key: further.config for further in config.further_models}
         replaced, folders = [], set()
+        is_local = config.policy.megatron_cfg.enabled and importlib.util.find_spec("transformer_engine") is None
+        if is_local and config.policy.megatron_cfg.transformer_impl != "local":
+            print("Transformer Engine is not installed: layers are Megatron's own")
+            used = [key for key, policy in models.items() if policy.megatron_cfg.enabled]
+            given = [f"++{key}.megatron_cfg.{name}={value}" for key in used for name, value in WITHOUT_ENGINE.items()]
+            return cls.prepare(path, [*overrides, *given])
         for key, policy in models.items():
             name = published(policy.model_name)
             folder = sparse_folder(MODELS[name], cache_root() / "standin" / "models" / name.replace("/", "_"))

@@ -216,9 +216,10 @@ def training_phases(
     if machine.is_gpu:
         free = (machine.memory or 80e9) - sum(part.num_bytes for part in phases["train"][:2]) - held
         train_tokens, scored_tokens = (tokens / sizes.context_parallel for tokens in budgets)
+        in_buffers = [Part("gradients", held, cut)] if is_megatron and is_trained else []  # they are never freed
         rank = _GpuRank(policy, model, sizes, shards, expert_shards, trained > 0, free)
         return {
-            "logprobs": [*resident, *rank.forward(scored_tokens)],
+            "logprobs": [*resident, *in_buffers, *rank.forward(scored_tokens)],
             "train": [
                 *resident,
                 Part("gradients", held, cut),
