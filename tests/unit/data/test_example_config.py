@@ -63,6 +63,14 @@ def test_val_data_paths_are_read_like_the_training_data():
     assert (dataset.dataset_name, dataset.data_path) == (None, "x.jsonl"), "not the rows of a.jsonl"
 
 
+HELD_OUT = {"dataset_name": "a", "split_validation_size": 3}
+
+
+def test_a_set_beside_rows_of_the_training_data_has_its_own_name():
+    [(name, _)] = sft(train=HELD_OUT, validation={"dataset_name": "squad"}).data.validation_sets
+    assert name == "squad", "the rows set aside are called default"
+
+
 def test_mistakes_of_a_section_are_named():
     for data, message in (
         ({"validation": {"a": {"dataset_name": "squad", "splt": "x"}}}, r"validation\.a\.splt: unknown key.*a\.split"),
@@ -75,7 +83,7 @@ def test_mistakes_of_a_section_are_named():
         ({"train": {"dataset_name": "a", "streaming": True, "split_validation_size": 0.1}}, "name a validation set"),
         ({"train": {"dataset_name": "a", "streaming": True, "repeat": 2}}, "set data.train.repeat=1"),
         ({"train": {"dataset_name": "a", "streaming": True, "max_samples": 9}}, "the run is bound by its steps"),
-        ({"train": {"dataset_name": "a", "split_validation_size": 3}, "validation": {"dataset_name": "b"}}, "default"),
+        ({"train": HELD_OUT, "validation": {"default": {"dataset_name": "b"}}}, "more than one set called default"),
         ({"train": {"dataset_name": "a", "system_prompt": "x", "system_prompt_file": "y"}}, "keep one of them"),
         ({"train": {"dataset_name": "a"}, "use_multiple_dataloader": True}, "not supported yet"),
     ):
