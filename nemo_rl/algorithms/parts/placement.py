@@ -442,7 +442,7 @@ def memory_of_cpu_run(cfg: TrainingConfig | EvalMasterConfig) -> float | None:
     model = ModelShape.of(found)
     if not isinstance(cfg, EvalMasterConfig):
         return _sum_of_peaks(cfg, phases_of(cfg, model, machine))
-    engine = [*process_parts(machine, "engine"), *predict_engine(cfg.generation, model, machine)]
+    engine = [*process_parts(machine, "vllm"), *predict_engine(cfg.generation, model, machine)]
     return cfg.cluster.num_workers * sum(part.num_bytes for part in engine) + OTHERS_BYTES
 
 

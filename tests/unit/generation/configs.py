@@ -11,6 +11,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.config import GenerationConfig, SglangConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.replicas import EngineGeneration
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
@@ -35,14 +36,21 @@ def engine_settings(model: Any, config: GenerationConfig, **settings: Any) -> En
 
 @contextmanager
 def engines(
-    model: Any, config: GenerationConfig, *, replicas: int = 1, num_nodes: int = 1, accelerator: Any = None, **more: Any
-) -> Iterator[VllmGeneration]:
+    model: Any,
+    config: GenerationConfig,
+    *,
+    replicas: int = 1,
+    num_nodes: int = 1,
+    accelerator: Any = None,
+    kind: type[EngineGeneration] = VllmGeneration,
+    **more: Any,
+) -> Iterator[Any]:
     """Real engines, which end with the block. `num_nodes` are groups of processes of this machine."""
-    bundles = [replicas * config.vllm_cfg.engine_size // num_nodes] * num_nodes
+    bundles = [replicas * config.engine.engine_size // num_nodes] * num_nodes
     engine = engine_settings(model, config, **{"load_format": "auto"} | more)
     accelerator = accelerator or Accelerator(exclusive=False)
     with RayVirtualCluster(bundles, use_gpus=False, name=f"engines of {model}") as cluster:
-        generation = VllmGeneration(cluster, engine, accelerator=accelerator, timeout_s=120)
+        generation = kind(cluster, engine, accelerator=accelerator, timeout_s=120)
         yield generation
         generation.shutdown()
 

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _GIB = 1024**3
 _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
 _SEED_BITS = 63
+_RESERVED = 8  # more positions than SGLang leaves empty; `generate` sees to the length itself
 
 
 def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
         "json_model_override_args": json.dumps(dict(settings.hf_overrides)),
         "load_format": settings.load_format,
         "dtype": cfg.dtype,
-        "context_length": cfg.context_length,
+        "context_length": cfg.context_length + _RESERVED,
         "random_seed": settings.seed,
         "custom_weight_loader": [LOADER],
         "log_level": "error",
@@ -120,6 +121,7 @@ class SglangWorker(EngineWorkerInterface):
             os.environ.pop(name, None)  # of the worker group; SGLang's ranks have a rendezvous of their own
         os.environ["TMPDIR"] = tempfile.tempdir = scratch_folder()
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by these positions
         itemsize = 4 if cfg.dtype == "float32" else 2
         of_token = cache_bytes(settings.model, itemsize, dict(settings.hf_overrides))
         self._engine = start_engine(engine_arguments(settings, of_token))
