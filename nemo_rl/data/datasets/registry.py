@@ -78,6 +78,10 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
     factory = _LOAD_FILE if name is None else known.get(name, name)
     if not isinstance(factory, str):
         return factory
+    if "://" in factory:
+        raise ValueError(
+            f"dataset {factory!r} is an address, and addresses are not read; download it, and name the file"
+        )
     if ":" in factory:
         return import_object(factory, "dataset_name")
     if is_import_path(factory):

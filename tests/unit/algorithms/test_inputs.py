@@ -56,6 +56,7 @@ def test_a_configuration_without_mistakes_has_nothing_to_tell(model) -> None:
         (GRPOMasterConfig, "policy.optimizer.name=torch.optim.Adamm", "policy.optimizer.name: optimizer 'torch.optim."),
         (GRPOMasterConfig, "policy.model_name=tiny:arithmetics", "policy.model_name: "),
         (EvalMasterConfig, "data.dataset_name=arithmetics", "data.dataset_name: unknown dataset 'arithmetics'; did y"),
+        (EvalMasterConfig, "data.dataset_name='https://a.b/c.csv'", "is an address, and addresses are not re"),
         (EvalMasterConfig, "data.dataset_name=rows.csv", "data.dataset_name: dataset file 'rows.csv' does not exist"),
     ],
 )  # fmt: skip
