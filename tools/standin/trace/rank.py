@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -66,7 +67,9 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description="One rank of a recipe, for tools/trace_recipe.py, which starts it.")
+    parser.add_argument("task", type=Path, help="a file of JSON that says what to trace")
+    task = json.loads(parser.parse_args().task.read_text(encoding="utf-8"))
     report = trace(task)
     Path(task["out"]).write_text(json.dumps(report), encoding="utf-8")
     sys.stdout.flush()
