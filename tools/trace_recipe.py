@@ -122,7 +122,9 @@ class Recipe:
         from tools.standin.trace.index_values import WRITES
 
         standin = build(site_packages_of_torch(), cache_root() / "standin")
-        variables = environment(standin, gpu=gpu, writes=WRITES if self.has_indices else 0) | self.variables
+        # What a copy writes takes memory of this machine: Megatron's indices are smaller than the weights of an expert.
+        writes = WRITES if self.section == "distillation" else WRITES >> 3 if self.has_indices else 0
+        variables = environment(standin, gpu=gpu, writes=writes) | self.variables
         with tempfile.TemporaryDirectory() as work:
             task, out = Path(work, "task.json"), Path(work, "out.json")
             asked = {

@@ -186,10 +186,6 @@ def training_phases(
         state = trained * OPTIMIZER_MOMENTS.get(name, 0) * master
     resident = [Part("parameters", own * master, cut), Part(OPTIMIZER_STATE, state, cut)]
 
-    def used(*, grad: bool) -> list[Part]:
-        gathered = 0.0 if is_megatron else _gathered(model, sizes, whole, machine, grad=grad) * BYTES[policy.precision]
-        return [*resident, Part("gathered weights", gathered, f"raise {backend.key('tensor_parallel_size')}")]
-
     reduced = trained * (MAIN_BYTES if is_megatron or machine.is_gpu else master)
     whole_gradient = trained * shards * MAIN_BYTES
     is_small = machine.memory is not None and whole_gradient <= WHOLE_GRADIENT_SHARE * machine.memory
@@ -201,33 +197,34 @@ def training_phases(
         held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
     at_update = reduced + (whole_gradient if deferred and shards > 1 else 0.0)
     scratch = 2 * model.largest_parameter / shards / sizes.tensor_parallel * master
-    train, logprobs = (
-        _pass(policy, model, machine, sizes, tokens / sizes.context_parallel, grad=grad)
-        for tokens, grad in zip(budgets, (True, False), strict=True)
-    )
+    update = [
+        *resident,
+        Part("gradients", at_update, cut),
+        Part("optimizer's temporaries", scratch, f"set {policy.key('optimizer.kwargs.fused')}"),
+    ]
+    train_tokens, scored_tokens = (tokens / sizes.context_parallel for tokens in budgets)
+    if machine.is_gpu:
+        free = (machine.memory or 80e9) - sum(part.num_bytes for part in resident) - held
+        rank = _GpuRank(policy, model, sizes, trained > 0, free)
+        gradients = Part("gradients", held, cut)
+        in_buffers = [gradients] if is_megatron and is_trained else []  # they are never freed
+        return {
+            "logprobs": [*resident, *in_buffers, *rank.forward(scored_tokens)],
+            "train": [*resident, gradients, *rank.training(train_tokens, reduced if deferred else 0.0)],
+            "update": update,
+        }
+
+    def used(*, grad: bool) -> list[Part]:
+        gathered = 0.0 if is_megatron else _gathered(model, sizes, whole, grad=grad) * BYTES[policy.precision]
+        return [*resident, Part("gathered weights", gathered, f"raise {backend.key('tensor_parallel_size')}")]
+
+    train = _pass(policy, model, sizes, train_tokens, grad=True)
+    logprobs = _pass(policy, model, sizes, scored_tokens, grad=False)
     phases = {
         "logprobs": [*used(grad=deferred), *logprobs],  # where gradients stay whole, weights stay gathered, too
         "train": [*used(grad=True), Part("gradients", held, cut), *train],
-        "update": [
-            *resident,
-            Part("gradients", at_update, cut),
-            Part("optimizer's temporaries", scratch, f"set {policy.key('optimizer.kwargs.fused')}"),
-        ],
+        "update": update,
     }
-    if machine.is_gpu:
-        free = (machine.memory or 80e9) - sum(part.num_bytes for part in phases["train"][:2]) - held
-        train_tokens, scored_tokens = (tokens / sizes.context_parallel for tokens in budgets)
-        in_buffers = [Part("gradients", held, cut)] if is_megatron and is_trained else []  # they are never freed
-        rank = _GpuRank(policy, model, sizes, shards, expert_shards, trained > 0, free)
-        return {
-            "logprobs": [*resident, *in_buffers, *rank.forward(scored_tokens)],
-            "train": [
-                *resident,
-                Part("gradients", held, cut),
-                *rank.training(train_tokens, reduced if deferred else 0.0),
-            ],
-            "update": phases["update"],
-        }
     for parts in phases.values():
         slack = HEAP_SHARE * sum(part.num_bytes for part in parts)
         parts.append(Part("slack of the heap", slack, "nothing lowers it"))
@@ -249,8 +246,6 @@ class _GpuRank:
     policy: PolicyConfig
     model: ModelShape
     sizes: ParallelSizes
-    shards: int
-    expert_shards: int
     is_trained: bool
     free: float  # bytes of the device that nothing lasting takes
 
@@ -369,10 +364,8 @@ class _GpuRank:
 _WORKING = 6  # tensors of the widest product in a layer that are alive at once in its backward pass
 
 
-def _pass(
-    policy: PolicyConfig, model: ModelShape, machine: Machine, sizes: ParallelSizes, tokens: float, *, grad: bool
-) -> list[Part]:
-    """Activations and tiles of a pass. Pipelines keep as many micro-batches as there are stages."""
+def _pass(policy: PolicyConfig, model: ModelShape, sizes: ParallelSizes, tokens: float, *, grad: bool) -> list[Part]:
+    """Activations and tiles of a pass on a CPU. Pipelines keep as many micro-batches as there are stages."""
     compute, backend, is_packed = BYTES[policy.precision], policy.backend_cfg, policy.sequence_packing.enabled
     per_layer = model.saved_numbers(compute, sizes.tensor_parallel)
     layers, in_flight = (-(-model.num_layers // sizes.pipeline_parallel), sizes.pipeline_parallel) if grad else (1, 1)
@@ -386,22 +379,21 @@ def _pass(
         size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
     parts = [Part("activations", tokens * (kept * in_flight + work + model.hidden * compute), size)]
     if not policy.reward_model_cfg.enabled:
-        tile = min(GPU_TILE_BYTES[0] if machine.is_gpu else TILE_BYTES, tokens * model.vocab_size * MAIN_BYTES)
+        tile = min(TILE_BYTES, tokens * model.vocab_size * MAIN_BYTES)
         parts.append(Part("logit tiles", 2 * tile, f"lower {policy.key('logprob_chunk_size')}"))
     return parts
 
 
-def _gathered(model: ModelShape, sizes: ParallelSizes, whole: float, machine: Machine, *, grad: bool) -> float:
-    """Weights that FSDP gathers: the root for the whole pass, a layer and the next one; on a GPU all of a single rank.
+def _gathered(model: ModelShape, sizes: ParallelSizes, whole: float, *, grad: bool) -> float:
+    """Weights that FSDP gathers on a CPU: the root for the whole pass, a layer and the next one.
 
-    On a CPU, the gathered bytes stay in the heap beside the weights that are copied out of them, and layers that FSDP
-    frees between the activations of training stay, too.
+    The gathered bytes stay in the heap beside the weights that are copied out of them, and layers that FSDP frees
+    between the activations of training stay, too.
     """
-    if (machine.is_gpu and sizes.dp_shard * sizes.context_parallel == 1) or (grad and not machine.is_gpu):
+    if grad:
         return whole
     layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
-    root = model.root_parameters / sizes.tensor_parallel
-    return root * (1 if machine.is_gpu else 2) + model.tower_parameters + 2 * layer
+    return 2 * model.root_parameters / sizes.tensor_parallel + model.tower_parameters + 2 * layer
 
 
 def predict_training(
