@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,6 +98,8 @@ class LocalGroup:
                 f"{name_prefix} has {cluster.world_size()} ranks, another world than this run's: trace it alone"
             )
         self.rank = int(os.environ["RANK"])
+        if (state := sys.modules.get("megatron.core.parallel_state")) is not None and state.is_initialized():
+            state.destroy_model_parallel()  # of another model, which has a process of its own in a run
         with self.phases.measure(f"{name_prefix} build"):
             self.worker = import_object(builder.worker_class_fqn, "worker class")(*builder.args, **builder.kwargs)
 
