@@ -567,7 +567,7 @@ class RolloutPolicyConfig(PolicyConfig):
             "{max_total_sequence_length}: training could not take such samples -> "
             "generation.vllm_cfg.max_model_len={max_total_sequence_length}"
         ),
-        "generation.sglang_cfg.context_length > {max_total_sequence_length}": (
+        "generation.sglang_cfg.context_length > {max_total_sequence_length} and generation.backend=sglang": (
             "{generation.sglang_cfg.context_length} is more than {section}.max_total_sequence_length="
             "{max_total_sequence_length}: training could not take such samples -> "
             "generation.sglang_cfg.context_length={max_total_sequence_length}"

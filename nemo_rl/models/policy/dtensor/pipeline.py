@@ -131,8 +131,8 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
     if (text.tie_word_embeddings or config.tie_word_embeddings) and not is_scalar(config):
         raise ValueError(
             f"{dtensor_cfg.key('pipeline_parallel_size')}={size}: this {config.model_type} model shares one matrix "
-            "between its embeddings (first stage) and its head (last stage), and tensor-parallel and data-parallel "
-            f"ranks shard that matrix; {_in_one_stage(dtensor_cfg)}"
+            f"between its embeddings (first stage) and its head (last stage); {_in_one_stage(dtensor_cfg)}, and use "
+            "tensor_parallel_size or more data-parallel ranks, which shard that matrix"
         )
     if num_layers < num_stages:
         raise ValueError(
