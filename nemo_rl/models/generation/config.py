@@ -290,8 +290,8 @@ class GenerationConfig(StrictModel):
     _path: str = "policy.generation"
 
     backend: Literal["vllm", "sglang", "hf", "megatron"] = "vllm"
-    """`vllm` and `sglang`: engines of vLLM or SGLang. `hf` and `megatron`: the policy's own workers, with the transformers or Megatron Core
-    model that they train."""
+    """`vllm` and `sglang`: engines of vLLM or SGLang. `hf` and `megatron`: the policy's own workers, with the
+    transformers or Megatron Core model that they train."""
 
     max_new_tokens: Annotated[int, Derived("${..max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest completion of one turn."""

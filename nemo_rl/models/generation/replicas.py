@@ -122,7 +122,8 @@ class EngineGeneration(GenerationInterface):
         return RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(
-                self.kind.worker if len(nodes) == 1 else self.kind.worker_of_node, replace(self._settings, replica=index)
+                self.kind.worker if len(nodes) == 1 else self.kind.worker_of_node,
+                replace(self._settings, replica=index),
             ),
             name_prefix=f"{GENERATION}-{index}",
             bundle_groups=nodes,

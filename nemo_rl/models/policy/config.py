@@ -38,8 +38,8 @@ class TokenizerConfig(StrictModel):
     """Arguments of the template, e.g. `{enable_thinking: true}`."""
 
     control_tokens_in_messages: Literal["text", "tokens"] = "text"
-    """The meaning of `<|im_end|>` in a message that the assistant did not write: `text`, or `tokens`, which end the turn.
-    With `chat_template: null` they are tokens."""
+    """The meaning of `<|im_end|>` in a message that the assistant did not write: `text`, or `tokens`, which end the
+    turn. With `chat_template: null` they are tokens."""
 
 
 class OptimizerConfig(StrictModel):
@@ -105,9 +105,9 @@ class LoRAConfig(StrictModel):
     deviation of 1 / dim."""
 
     refit: Literal["merged", "adapter"] = "merged"
-    """The weights that generation receives: whole merged weights at every sync, or, after the first one, the adapters alone, which
-    it adds to a copy of the adapted weights in host memory. The latter is for engines that neither quantise nor repack
-    weights."""
+    """The weights that generation receives: whole merged weights at every sync, or, after the first one, the adapters
+    alone, which it adds to a copy of the adapted weights in host memory. The latter is for engines that neither
+    quantise nor repack weights."""
 
     adapter_path: str | None = None
     """Directory of an adapter in PEFT's format, as `policy/adapter` of a checkpoint, that training begins with and that
@@ -204,8 +204,12 @@ class DTensorConfig(StrictModel):
     ignored_when_off: ClassVar = True
 
     rules: ClassVar = {
-        "sequence_parallel requires tensor_parallel_size > 1": "splits over tensor-parallel ranks -> sequence_parallel=false",
-        "custom_parallel_plan requires tensor_parallel_size > 1": "is a plan for tensor-parallel ranks -> custom_parallel_plan=null",
+        "sequence_parallel requires tensor_parallel_size > 1": (
+            "splits over tensor-parallel ranks -> sequence_parallel=false"
+        ),
+        "custom_parallel_plan requires tensor_parallel_size > 1": (
+            "is a plan for tensor-parallel ranks -> custom_parallel_plan=null"
+        ),
         "pipeline.stages_per_rank > 1 requires pipeline_parallel_size > 1": (
             "needs {section}.pipeline_parallel_size above 1 -> pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
         ),

@@ -29,8 +29,8 @@ from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
 HEAP_SHARE = 0.08  # of a CPU process: freed pieces between others that live (measured: the mean of twelve cases)
-# Of a kind of process on a CPU, as PSS: pages that processes share are divided among them. An engine of vLLM is two processes,
-# one of SGLang three.
+# Of a kind of process on a CPU, as PSS: pages that processes share are divided among them. An engine of vLLM is two
+# processes, one of SGLang three.
 LIBRARIES = {"trained": 210_000_000, "frozen": 165_000_000, "vllm": 1_000_000_000, "sglang": 1_900_000_000}
 ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
 DRAFT_ROWS = 256  # whose logits over the whole vocabulary a draft has at a time
@@ -474,7 +474,9 @@ def predict_memory(
         return [
             *phases,
             Phase(name="weight sync", device=where, parts=(*refit, optimizer)),
-            Phase(name="generation", device="engine", parts=(*process_parts(machine, policy.generation.backend), *engine)),
+            Phase(
+                name="generation", device="engine", parts=(*process_parts(machine, policy.generation.backend), *engine)
+            ),
         ]
     # The optimizer waits on the host, and weights while others draw.
     held, resident = (

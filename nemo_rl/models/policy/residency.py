@@ -91,8 +91,8 @@ class MovedStorages:
 class Residency:
     """Moves a rank's model and optimizer between `device` and the host.
 
-    The functions return tensors, looked up at every move: `weights` with buffers, the `state` of the optimizer, and `scratch`
-    memory of training, whose contents are not kept.
+    The functions return tensors, looked up at every move: `weights` with buffers, the `state` of the optimizer, and
+    `scratch` memory of training, whose contents are not kept.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Residency:
 class SwappedReference:
     """The reference policy: the initial weights on the host, in place of the current ones while it is active.
 
-    `weights()` returns the tensors of this rank that training changes, looked up at every use. `dtype`: in which the model
-    computes with them, and so in which they are kept; None: their own. The current weights wait in `memory`, which is
-    free while they are on the device.
+    `weights()` returns the tensors of this rank that training changes, looked up at every use. `dtype`: in which the
+    model computes with them, and so in which they are kept; None: their own. The current weights wait in `memory`,
+    which is free while they are on the device.
     """
 
     def __init__(

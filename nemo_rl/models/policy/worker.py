@@ -25,8 +25,8 @@ from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.models.policy.batch.microbatches import (
     LoadedRow,
     MicroBatchRunner,
-    from_last_stage,
     call_loss,
+    from_last_stage,
     loss_inputs,
     reduce_micro_batches,
     reduce_ranks,

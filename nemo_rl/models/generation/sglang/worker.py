@@ -46,8 +46,8 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
     num_fitting = num_tokens // cfg.context_length
     if num_fitting < 1:
         raise ValueError(
-            f"the KV cache has {num_tokens} tokens, and one sequence of context_length={cfg.context_length} needs more: "
-            f"raise {cfg.key('cpu_kv_cache_space_gb')}"
+            f"the KV cache has {num_tokens} tokens, and one sequence of context_length={cfg.context_length} needs "
+            f"more: raise {cfg.key('cpu_kv_cache_space_gb')}"
         )
     return {
         "model_path": settings.model,
@@ -348,4 +348,4 @@ class SglangWorker(EngineWorkerInterface):
             except FileNotFoundError:
                 state = "X"
             if state in "ZX":
-                raise EngineDied(f"the SGLang engine of {self._name} died; its last words are in the log")
+                raise EngineDied(f"the SGLang engine of {self._name} died; the end of its log has the reason")

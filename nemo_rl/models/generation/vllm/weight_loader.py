@@ -375,7 +375,7 @@ class _CopyRecorder(TorchDispatchMode):
 
 
 def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[_CopyRecorder, list[str]]:
-    """The place to which `model.load_weights` would copy each tensor, and the parameters that it would not write in full.
+    """The targets of the copies of `model.load_weights`, and the parameters that it would not write in full.
 
     Raises:
         NotTraceable: loading consists of more than copies.

@@ -48,7 +48,7 @@ _SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class EngineRank(Protocol):
-    """The methods that this process calls on a rank of the engine. `WorkerExtension`, which imports vLLM, has these methods."""
+    """The methods of `WorkerExtension`, which imports vLLM, that this process calls on a rank of the engine."""
 
     def record_experts(self) -> None: ...
     def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]: ...

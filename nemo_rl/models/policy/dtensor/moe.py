@@ -64,7 +64,9 @@ def check_experts(config: PretrainedConfig, settings: DTensorConfig) -> None:
             f"which expert parallelism is written; {fix}"
         )
     if count % ep_size:
-        raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {divisors(count, ep_size)}")
+        raise ValueError(
+            f"{key} does not divide the {count} experts of {model_type!r}; these would: {divisors(count, ep_size)}"
+        )
 
 
 def expert_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -79,8 +79,10 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
     if not chosen:
         raise ValueError(f"{peft.key('exclude_modules')} leaves no layer to adapt; there are {known}")
     # With a larger rank B A could be any matrix, and the adapter would save nothing.
-    ranks = {layer.name: min(sum(source.shape[0] for source in layer.weight.sources), layer.weight.sources[0].shape[1])
-             for layer in chosen}
+    ranks = {
+        layer.name: min(sum(source.shape[0] for source in layer.weight.sources), layer.weight.sources[0].shape[1])
+        for layer in chosen
+    }
     if too_small := sorted({name.rpartition(".")[2] for name, rank in ranks.items() if rank < peft.dim}):
         smallest = min(ranks.values())
         raise ValueError(
@@ -106,7 +108,8 @@ def _adapted(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> Adapt
         of_megatron = peft.key("").removesuffix("peft.")
         raise ValueError(
             f"{peft.key('target_modules')} takes in {name}, which Transformer Engine does not shard and which has no "
-            f"adapter here; {_leaving_out(peft, f'*.{name.rpartition(".")[2]}', f'{of_megatron}transformer_impl=local')}"
+            "adapter here; "
+            f"{_leaving_out(peft, f'*.{name.rpartition(".")[2]}', f'{of_megatron}transformer_impl=local')}"
         )
     hf_names = [source.name.removesuffix(".weight") for source in weight.sources]
     rows, columns = [source.shape[0] for source in weight.sources], weight.sources[0].shape[1]
@@ -154,8 +157,7 @@ WITH_ADAPTERS = {
         "{model.key}.enabled=true trains adapters alone -> freeze_moe_router=true and moe_router_bias_update_rate=0"
     ),
     "moe_shared_expert_overlap excludes model.shared_experts": (
-        "shared experts with adapters do not overlap; set {section}.moe_shared_expert_overlap=false, or "
-        "{model.without}"
+        "shared experts with adapters do not overlap; set {section}.moe_shared_expert_overlap=false, or {model.without}"
     ),
 }
 """Rules of `megatron_cfg` with adapters; `model` holds facts of the model and of its adapters."""
@@ -173,7 +175,12 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     layers = adapted_layers(weight_map(model), settings.peft)
     adapted = any(".shared_experts." in layer.name for layer in layers)
     without = _leaving_out(settings.peft, "*.shared_experts.*").removeprefix("set ")
-    facts = {"num_experts": num_experts(text), "shared_experts": adapted, "key": settings.key("peft"), "without": without}
+    facts = {
+        "num_experts": num_experts(text),
+        "shared_experts": adapted,
+        "key": settings.key("peft"),
+        "without": without,
+    }
     for key, message in violations(WITH_ADAPTERS, {**vars(settings), "model": facts}):
         message = message.replace("{section}.", settings.key(""))
         raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")

@@ -360,7 +360,9 @@ class MegatronConfig(StrictModel):
     ignored_when_off: ClassVar = True
 
     rules: ClassVar = {
-        "sequence_parallel requires tensor_model_parallel_size > 1": "splits over tensor-parallel ranks -> sequence_parallel=false",
+        "sequence_parallel requires tensor_model_parallel_size > 1": (
+            "splits over tensor-parallel ranks -> sequence_parallel=false"
+        ),
         "virtual_pipeline_model_parallel_size: stages_per_rank > 1 requires pipeline_model_parallel_size > 1": (
             "needs pipeline_model_parallel_size above 1 -> virtual_pipeline_model_parallel_size=null"
         ),
