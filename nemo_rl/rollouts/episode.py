@@ -173,9 +173,7 @@ async def run_episode(
         text = decode(completion.token_ids)
         said: Message = {"role": "assistant", "content": text, "sampled": True}
         transcript.append(completion.token_ids, completion.logprobs, said)
-        if (
-            limits.image_token_id is not None
-        ):  # a sampled image token belongs to no image, and training would look for one
+        if limits.image_token_id is not None:  # training would look for the image of a sampled image token
             num_image_tokens += transcript.mask_sampled(limits.image_token_id, len(completion.token_ids))
         if completion.routed_experts is not None:
             transcript.add_experts(completion.routed_experts)
@@ -194,7 +192,6 @@ async def run_episode(
             break
         if len(turns) < limits.max_turns:
             seen = await render(step.observation, sampled=completion.token_ids, num_images=len(transcript.images))
-            # Without room for a token of the policy after it, an observation would teach nothing.
             hit_total_token_limit = len(transcript.token_ids) + len(seen.token_ids) >= limits.max_total_tokens
             # Without room for a token of the policy after it, an observation would teach nothing.
             if hit_total_token_limit and (not raw_text or seen.images):
