@@ -1,6 +1,7 @@
 """Programs in the sandbox: their rights, their limits, and nothing left behind."""
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ import pytest
 
 from nemo_rl.environments.code.sandbox import isolation
 from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxResult
-from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool
+from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, sweep
 from nemo_rl.environments.line_process import WorkerPool
 from nemo_rl.environments.section_parts import SandboxConfig
 from tests.unit.distributed.test_worker_groups import eventually
@@ -240,6 +241,21 @@ def test_it_needs_no_root() -> None:
     assert ran.returncode == 0, ran.stderr
     for name, facts in zip(names, json.loads(ran.stdout), strict=True):
         assert_contained(name, SandboxResult(**facts | {"limit": facts["limit"] and LimitHit(facts["limit"])}))
+
+
+def test_a_pool_that_starts_is_not_swept_away_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process sweeps between the file of the lock and its being held."""
+    lock = fcntl.flock
+
+    def after_a_sweep(file: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            sweep()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_a_sweep)
+    with closing(SandboxPool(1, SandboxConfig())) as pool:
+        assert Path(pool.directory, "lock").exists()
 
 
 def test_a_killed_server_is_replaced_and_its_program_dies_with_it() -> None:

@@ -177,8 +177,11 @@ class SandboxPool(WorkerPool[Program, SandboxResult]):
         sweep()
         self.directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)
         os.chmod(self.directory, 0o711)
-        self._lock = os.open(os.path.join(self.directory, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # Held before it has its name: `sweep` of another process removes a directory whose lock is free.
+        unnamed = os.path.join(self.directory, "unnamed_lock")
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(unnamed, os.path.join(self.directory, "lock"))
         self._servers = [_Server(os.path.join(self.directory, str(i)), cfg, mechanisms) for i in range(num_workers)]
         super().__init__(self._servers)
         with ExitStack() as undo:
