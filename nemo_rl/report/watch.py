@@ -24,6 +24,7 @@ from nemo_rl.report.run_files import (
 )
 from nemo_rl.utils.console import message_text, phase_seconds
 
+KL = "train/kl_penalty"
 CURVES = (  # title, metric
     ("reward", "train/reward"),
     ("validation", "validation/accuracy"),
@@ -31,7 +32,7 @@ CURVES = (  # title, metric
     ("loss", "train/loss"),
     ("answer, tokens", "train/mean_gen_tokens_per_sample"),
     ("entropy", "train/approx_entropy"),
-    ("KL", "train/kl_penalty"),
+    ("KL", KL),
     ("disagreement", "train/token_mult_prob_error"),
     ("grad norm", "train/grad_norm"),
     ("accuracy", "train/accuracy"),
@@ -42,6 +43,7 @@ _STYLES = {"running": "green", "finished": "green", "failed": "red", "dead": "re
 _EVENT_STYLES = {"error": "red", "warning": "yellow", "log": "yellow"}
 _MAX_EVENTS, _MAX_SAMPLES, _MAX_CHARS = 6, 2, 600
 _MAX_STEPS_KEPT = 2000
+_AROUND_CURVES = 10  # columns of a panel's frame and of the gaps in its table
 
 
 class Watch:
@@ -85,19 +87,21 @@ class Watch:
         return list(self.run.rows.values())[-count:]
 
     def _curves(self, width: int) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        room = max(10, width - 56)
+        """A line each, as wide as the texts beside it leave room for."""
         rows = self._latest_rows(_MAX_STEPS_KEPT)
+        curves: list[tuple[str, str, list[float], str]] = []
         for title, name in CURVES:
             values = [row[name] for row in rows if name in row]
-            if values:
+            # A KL of exactly 0 in every step is that of a run without a reference model.
+            if values and (name != KL or any(values)):
                 low, high = _ends(values)
-                table.add_row(
-                    Text(title, style="dim"),
-                    Text(f"{values[-1]:.7g}", style="bold"),
-                    Text(sparkline(values, room), style="cyan"),
-                    Text(f"{low:.4g} to {high:.4g}", style="dim"),
-                )
+                curves.append((title, f"{values[-1]:.5g}", values, f"{low:.4g} to {high:.4g}"))
+        texts = sum(max((len(curve[column]) for curve in curves), default=0) for column in (0, 1, 3))
+        room = max(10, width - texts - _AROUND_CURVES)
+        table = Table.grid(padding=(0, 2))
+        for title, latest, values, ends in curves:
+            line = Text(sparkline(values, room), style="cyan")
+            table.add_row(Text(title, style="dim"), Text(latest, style="bold"), line, Text(ends, style="dim"))
         return Panel(table, title="curves", title_align="left", expand=False)
 
     def _phases(self, width: int) -> RenderableType:

@@ -41,6 +41,21 @@ def test_a_run_is_drawn_and_new_lines_are_read(tmp_path):
     assert "entropy_collapse" in later and "\x1b[31mlook" not in later  # model output cannot steer the terminal
 
 
+def test_a_curve_takes_one_line_of_80_columns_and_kl_without_a_reference_none(tmp_path):
+    folder = write_run(tmp_path / "exp_000")
+    for step in range(4, 90):
+        values = {"train/loss": 1.2345e-5 * (-1) ** step, "validation/val_loss": 0.36150391, "train/kl_penalty": 0.0}
+        append(folder / "metrics.jsonl", **{"step": step, "train/mean_gen_tokens_per_sample": 12345.678, **values})
+    console = Console(width=80, file=io.StringIO(), record=True)
+    watch = Watch(folder)
+    watch.update()
+    console.print(watch.view(width=80))
+    lines = console.export_text().splitlines()
+    [loss] = [line for line in lines if "-0.03 to 1.234e-05" in line]
+    assert loss.startswith("│ loss ") and loss.endswith(" │") and max(map(len, lines)) <= 80
+    assert not any("KL" in line for line in lines)
+
+
 def test_a_dead_run_is_called_dead_and_its_last_samples_are_shown_turn_by_turn(tmp_path):
     folder = write_run(tmp_path / "exp_000")
     (folder / "run.json").write_text(json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "pid_started": "1"}))
