@@ -128,6 +128,16 @@ function thinned(points, x, width) {
   return kept;
 }
 
+/** The mean of the points of every four pixels, at the mean of their steps. */
+function averaged(points, x) {
+  const parts = new Map();
+  for (const [step, value] of points) {
+    const at = Math.floor(x(step) / 4), [count, steps, sum] = parts.get(at) || [0, 0, 0];
+    parts.set(at, [count + 1, steps + step, sum + value]);
+  }
+  return [...parts.values()].map(([count, steps, sum]) => [steps / count, sum / count]);
+}
+
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -197,7 +207,8 @@ function drawChart(plot, series) {
       svg("text", { x: EDGE.left - 6, y: y(value) + 3.5, "text-anchor": "end", text: scale.log ? format(value) : tickText(value, values) }));
   }
   for (const step of ticks(scale.from, scale.to, Math.max(3, width / 90)).filter(Number.isInteger)) {
-    parts.push(svg("text", { x: x(step), y: height - 5, "text-anchor": "middle", text: step.toLocaleString("en") }));
+    const text = step.toLocaleString("en"), isCut = x(step) + 3.5 * text.length > width;
+    parts.push(svg("text", { x: isCut ? width : x(step), y: height - 5, "text-anchor": isCut ? "end" : "middle", text }));
   }
   const clip = `clip${drawChart.next = (drawChart.next || 0) + 1}`;
   parts.push(svg("clipPath", { id: clip }, svg("rect", { x: EDGE.left, y: EDGE.top - 2, width: width - EDGE.left - EDGE.right, height: height - EDGE.top - EDGE.bottom + 4 })));
@@ -207,9 +218,10 @@ function drawChart(plot, series) {
     const style = { stroke: line.colour };
     const dash = shownRuns().length > 1 ? line.dash : "";
     const points = smoothed(line.points).filter(([, value]) => !scale.log || value > 0);
-    if (curves.smooth) lines.append(svg("path", { class: "curve faint", d: path(line.points), style }));
-    lines.append(svg("path", { class: "curve", d: path(points), style, "stroke-dasharray": dash }));
     const visible = points.filter(([step]) => step >= scale.from && step <= scale.to);
+    const isDense = !curves.smooth && visible.length > 2 * width;  // a noisy curve would be a block of one colour
+    if (curves.smooth || isDense) lines.append(svg("path", { class: "curve faint", d: path(line.points), style }));
+    lines.append(svg("path", { class: "curve", d: path(isDense ? averaged(points, x) : points), style, "stroke-dasharray": dash }));
     if (visible.length <= 40) for (const [step, value] of visible) lines.append(svg("circle", { cx: x(step), cy: y(value), r: 2.2, style: { fill: line.colour } }));
     for (const step of line.broken) lines.append(svg("text", { x: x(step), y: EDGE.top + 10, "text-anchor": "middle", text: "✕", style: { fill: "var(--bad)" } }));
   });

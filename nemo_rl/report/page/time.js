@@ -203,7 +203,7 @@ function covered(spans, from, to) {
   return total;
 }
 
-/** For the shown stretch: how long each worker was idle, and in which phase of the controller; who ended last. */
+/** For the shown stretch: how long each worker was idle, and in which phase of the controller; which worker ended last. */
 function drawWaits(place, lanes) {
   const [from, to] = timing.view;
   const phases = lanes.get("controller").filter(([, s, e]) => e > from && s < to);
@@ -220,15 +220,15 @@ function drawWaits(place, lanes) {
     const peers = last.filter(([worker]) => worker.replace(/-\d+$/, "") === last[0][0].replace(/-\d+$/, ""));
     return { name, start, seconds: end - start, last: last[0][0], waited: peers.slice(1).reduce((sum, [, e]) => sum + peers[0][1] - e, 0), peers: peers.length };
   }).filter(Boolean);
-  place.replaceChildren(el("h3", { text: "What waited for what, in the stretch above" }), table([
+  place.replaceChildren(el("h3", { text: "Waits in the stretch above" }), table([
     { title: "worker", of: (row) => row.worker, key: (row) => row.worker },
     { title: "busy", n: true, key: (row) => row.share, of: (row) => `${(100 * row.share).toFixed(0)} %` },
     { title: "idle", n: true, key: (row) => -row.share, of: (row) => span(to - from - row.busy) },
     { title: "it was idle while the controller was in", wrap: true, of: (row) => row.idle.slice(0, 4).map(([kind, s]) => `${kind} ${span(s)}`).join(", ") },
-  ], rows), el("h3", { text: "Who ended last in a phase" }), table([
+  ], rows), ...(ends.length ? [el("h3", { text: "The last worker of each phase" }), table([
     { title: "phase", of: (row) => row.name, key: (row) => row.name },
     { title: "seconds", n: true, of: (row) => row.seconds },
     { title: "last worker", of: (row) => row.last, key: (row) => row.last },
     { title: "its equals waited for it", n: true, key: (row) => row.waited, of: (row) => (row.peers > 1 ? span(row.waited) : "") },
-  ], ends.sort((a, b) => b.seconds - a.seconds).slice(0, 60), { limit: 12 }));
+  ], ends.sort((a, b) => b.seconds - a.seconds).slice(0, 60), { limit: 12 })] : []));
 }

@@ -212,7 +212,13 @@ def test_two_hundred_thousand_steps_are_shown_and_a_bar_beyond_the_axis_is_marke
     assert browser.texts(".bars .cut") == ["▲"]
     assert browser.evaluate("document.querySelector('p.note').hidden") is False
     browser.click("#tab-curves")
-    browser.wait("document.querySelectorAll('#main-curves svg path.curve').length === 1")
+    # All steps faintly and their means as a line; the last step's number is not cut off.
+    browser.wait("document.querySelectorAll('#main-curves svg path.curve').length === 2")
+    assert browser.evaluate("document.querySelectorAll('#main-curves svg path.faint').length") == 1
+    right = "[...document.querySelectorAll('#main-curves svg text')].map(t => t.getBoundingClientRect().right)"
+    assert browser.evaluate(
+        f"Math.max(...{right}) <= document.querySelector('#main-curves svg').getBoundingClientRect().right"
+    )
 
 
 def test_two_runs_side_by_side(tmp_path, browser: Browser):
