@@ -152,6 +152,7 @@ def start_self_generation[ConfigT: RolloutMasterConfig](
         training.cluster,
         policy,
         max_model_len=config.policy.generation.engine.max_model_len,
+        length_key=config.policy.generation.engine.key(config.policy.generation.engine.length_key),
         max_batch_size=config.policy.generation.own_batch_size,
         timeout_s=config.cluster.worker_timeout_s,
     )

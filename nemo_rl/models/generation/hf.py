@@ -59,11 +59,12 @@ class HfGeneration(GenerationInterface):
         policy: GeneratingPolicy,
         *,
         max_model_len: int,
+        length_key: str,
         max_batch_size: int,
         timeout_s: float | None = None,
     ) -> None:
         self._policy = policy
-        builder = RayWorkerBuilder(WORKER, max_model_len, max_batch_size)
+        builder = RayWorkerBuilder(WORKER, max_model_len, length_key, max_batch_size)
 
         def start(index: int) -> RayWorkerGroup:
             return RayWorkerGroup(cluster, builder, name_prefix=GENERATION, num_workers=1, timeout_s=timeout_s)
@@ -116,8 +117,9 @@ class HfWorker(GenerationWorkerInterface):
     them for a rank, so that a long batch shows progress. The death of a rank is reported as the death of an engine.
     """
 
-    def __init__(self, max_model_len: int, max_batch_size: int) -> None:
+    def __init__(self, max_model_len: int, length_key: str, max_batch_size: int) -> None:
         self._max_model_len = max_model_len
+        self._length_key = length_key  # sets it
         self._max_batch_size = max_batch_size
         self._ranks: Sequence[Any] = ()  # actor handles of the policy's workers, by rank
         self._data_ranks: Sequence[int] = ()
@@ -146,7 +148,7 @@ class HfWorker(GenerationWorkerInterface):
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         assert not client_id, _ONE_CLIENT
         for request in requests:
-            problem = prompt_problem(len(request.prompt_token_ids), self._max_model_len)
+            problem = prompt_problem(len(request.prompt_token_ids), self._max_model_len, self._length_key)
             if problem is None:
                 self._waiting[request.request_id] = request
             else:

@@ -3,9 +3,7 @@
 import asyncio
 import math
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +13,14 @@ import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError
 
 from nemo_rl.distributed.actor_host import BUSY
-from nemo_rl.models.generation.answers import AnswerQueue
+from nemo_rl.models.generation.answers import AnswerQueue, EngineWorker
 from nemo_rl.models.generation.config import VllmConfig
 from nemo_rl.models.generation.hf import HfWorker
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.vllm.startup import num_admitted, preload_by_link, start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, ImageSpan, StopReason
+from tests.unit.generation.configs import engine_settings, generation_config
 from tests.unit.rollouts.engines import in_loop, request_of
 
 
@@ -61,13 +60,10 @@ class Worker(VllmWorker):
     """One without the attributes that the start of an engine sets."""
 
     def __init__(self, engine: Engine) -> None:
-        self.weight_version, self._num_updates, self._num_syncs, self._num_inside = -1, 0, 0, 0
-        self._turns, self._admitted, self._sampling_allowed = asyncio.Condition(), asyncio.Semaphore(8), asyncio.Event()
+        EngineWorker.__init__(self, engine_settings("model", generation_config(8), device="cuda"))
+        self._sampling_allowed.clear()
         self._engine: Any = engine
-        self._name, self._max_model_len, self._request_ids = "generation-0", 8, iter(range(100))
-        self._device = "cuda"
-        self._serving, self._answers, self._num_serving = {}, AnswerQueue(), Counter()
-        self._sleep_mode, self._asleep, self._has_weights, self._sleep = True, set(), True, ExitStack()
+        self._num_inside, self._admitted = 0, asyncio.Semaphore(8)
         self._records = self._returns_experts = False
         self._images = None
 
@@ -315,7 +311,7 @@ def requests(*prompts: list[int]) -> list[GenerationRequest]:
 
 
 async def desk(*ranks: Rank, data_ranks: Sequence[int] = (0,)) -> HfWorker:
-    worker = HfWorker(max_model_len=8, max_batch_size=4)
+    worker = HfWorker(max_model_len=8, length_key="max_model_len", max_batch_size=4)
     await worker.use(ranks, data_ranks)
     await worker.finish_weight_update(3)
     return worker

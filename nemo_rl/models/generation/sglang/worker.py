@@ -10,29 +10,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
-import math
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings, EngineWorkerInterface
+from nemo_rl.models.generation.answers import EngineWorker
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.sglang import processes
 from nemo_rl.models.generation.sglang.weight_loader import LOADER, SchedulerRank
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, OnTokens, StopReason
+from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
 from nemo_rl.utils.guards import scratch_folder
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-logger = logging.getLogger(__name__)
-
 _GIB = 1024**3
-_LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
 _SEED_BITS = 63
 _RESERVED = 8  # more positions than SGLang leaves empty; `generate` sees to the length itself
 
@@ -96,26 +90,16 @@ def start_engine(arguments: dict[str, Any]) -> Engine:
     return EngineOnCpu(**arguments)
 
 
-class SglangWorker(EngineWorkerInterface):
+class SglangWorker(EngineWorker):
     """Hosts one SGLang engine, whose scheduler and detokenizer are processes of their own."""
 
+    engine_name = "SGLang"
+
     def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
         cfg = settings.cfg.sglang_cfg
-        self._name = f"generation-{settings.replica}"
-        self._replica = settings.replica
         self._transport = settings.weight_transfer
-        self._max_model_len = cfg.context_length
-        self.weight_version = -1  # no weights yet
-        self._num_updates = 0
-        self._serving: dict[str, asyncio.Task[Completion]] = {}  # by request id
-        self._answers = AnswerQueue()
-        self._request_ids = itertools.count()
         self._calls = itertools.count()
-        self._sampling_allowed = asyncio.Event()
-        self._sampling_allowed.set()
-        self._turns = asyncio.Condition()
-        self._turn = 0  # of the bucket to read next
-        self._num_syncs = 0  # started or aborted
         self._in_session = False
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)  # of the worker group; SGLang's ranks have a rendezvous of their own
@@ -130,42 +114,43 @@ class SglangWorker(EngineWorkerInterface):
     # -- requests
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """Complete a prompt; see `VllmWorker.generate`."""
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if (problem := prompt_problem(num_prompt_tokens, self._max_model_len, "sglang_cfg.context_length")) is not None:
-            raise ValueError(problem)
+        params = self._sampling_params(request)
         await self._sampling_allowed.wait()
         version, rid = self.weight_version, f"{next(self._request_ids)}-"
-        call = self._engine.async_generate(
-            input_ids=request.prompt_token_ids,
-            sampling_params=self._sampling_params(request),
-            return_logprob=True,
-            rid=rid,
-        )
         try:
-            answer = await self._engine_call(call)
+            (token_ids, logprobs), reason = await self._engine_call(self._answer(request, params, rid, on_tokens))
         except asyncio.CancelledError:
             self._manager.abort_request(rid)
             raise
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]["type"]
-        if reason not in ("stop", "length"):
-            raise RuntimeError(f"{self._name} ended a request early: {meta['finish_reason']}")
-        logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-        if not math.isfinite(sum(logprobs)):
-            raise RuntimeError(f"{self._name} sampled a token with the logprob nan or inf: its logits are not finite")
-        return Completion(
-            token_ids=list(answer["output_ids"]),
-            logprobs=logprobs,
-            stop_reason=StopReason(reason),
-            weight_version=version,
+        return self._completion(token_ids, logprobs, reason, weight_version=version)
+
+    async def _answer(
+        self, request: GenerationRequest, params: dict[str, Any], rid: str, on_tokens: OnTokens | None
+    ) -> tuple[SampledTokens, str]:
+        """All tokens of a completion, and the engine's word for its end."""
+        asked = await self._engine.async_generate(
+            input_ids=request.prompt_token_ids,
+            sampling_params=params,
+            return_logprob=True,
+            rid=rid,
+            stream=on_tokens is not None,
         )
+        if on_tokens is None:
+            return _tokens(asked), asked["meta_info"]["finish_reason"]["type"]
+        num_sent = 0
+        async for output in asked:  # each has all tokens so far
+            token_ids, logprobs = _tokens(output)
+            if len(token_ids) > num_sent:
+                on_tokens((token_ids[num_sent:], logprobs[num_sent:]))
+                num_sent = len(token_ids)
+            if (reason := output["meta_info"]["finish_reason"]) is not None:
+                return (token_ids, logprobs), reason["type"]
+        raise AssertionError("SGLang ends a request with an output")
 
     def _sampling_params(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
-        room = self._max_model_len - len(request.prompt_token_ids)
         return {
-            "max_new_tokens": min(sampling.max_new_tokens, room),
+            "max_new_tokens": self._max_tokens(request),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k is not None else -1,
@@ -175,39 +160,6 @@ class SglangWorker(EngineWorkerInterface):
             "sampling_seed": request.seed % 2**_SEED_BITS,
         }
 
-    async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
-        for request in requests:
-            task = self._serving[request.request_id] = asyncio.create_task(self.generate(request))
-            task.add_done_callback(partial(self._on_served, request.request_id, client_id))
-
-    async def drain(self, client_id: str = "") -> list[GenerationAnswer]:
-        return await self._answers.take(client_id)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        tasks = [self._serving[request_id] for request_id in request_ids if request_id in self._serving]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def abandon_requests(self) -> None:
-        await self.abort(list(self._serving))
-        self._answers.clear()
-
-    def _on_served(self, request_id: str, client_id: str, task: asyncio.Task[Completion]) -> None:
-        """Queue the answer for the client. An aborted request gets no answer."""
-        del self._serving[request_id]
-        if task.cancelled():
-            return
-        if (error := task.exception()) is None:
-            answer = GenerationAnswer(request_id=request_id, completion=task.result())
-        else:
-            text = str(error)
-            if not isinstance(error, ValueError | RuntimeError):
-                logger.error("%s: an unexpected failure of request %s", self._name, request_id, exc_info=error)
-                text = repr(error)
-            answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=text)
-        self._answers.put([answer], client_id)
-
     # -- weights
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
@@ -216,47 +168,26 @@ class SglangWorker(EngineWorkerInterface):
         await self._on_rank(SchedulerRank.attach, **attach)
         await self._end_session()
 
-    async def start_weight_update(self, *, clear_cache: bool) -> None:
+    async def _prepare_update(self, *, clear_cache: bool) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._sampling_allowed.clear()
-        async with self._turns:
-            self._num_syncs, self._turn = self._num_syncs + 1, 0
-            self._turns.notify_all()
         pause = PauseGenerationReqInput(mode="retract" if clear_cache else "in_place")
         await self._engine_call(self._manager.pause_generation(pause))
         await self._begin_session()
         await self._on_rank(SchedulerRank.begin)
 
-    async def receive_bucket(self, info: dict[str, Any], *, turn: int) -> None:
-        sync = self._num_syncs
-        async with self._turns:
-            await self._turns.wait_for(lambda: self._turn == turn or self._num_syncs != sync)
-            if self._num_syncs != sync:
-                raise RuntimeError("a bucket before this one could not be read")
-            try:
-                sent = {**info, "fingerprints": info["fingerprints"].hex()}
-                await self._on_rank(SchedulerRank.receive, **sent)
-            except BaseException:
-                self._num_syncs += 1
-                self._turns.notify_all()
-                raise
-            self._turn += 1
-            self._turns.notify_all()
+    async def _load_bucket(self, info: dict[str, Any]) -> None:
+        await self._on_rank(SchedulerRank.receive, **{**info, "fingerprints": info["fingerprints"].hex()})
 
-    async def finish_weight_update(self, version: int) -> bool:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        sync = self._num_syncs
+    async def _activate(self, version: int) -> bool:
         await self._on_rank(SchedulerRank.finish)
         await self._end_session()
-        if self._num_syncs != sync:  # begun by a controller that no longer waits for this one
-            raise RuntimeError("another sync has begun")
-        self.weight_version = version
-        self._num_updates += 1
-        await self._engine_call(self._manager.continue_generation(ContinueGenerationReqInput()))
-        self._sampling_allowed.set()
         return True
+
+    async def _continue(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._engine_call(self._manager.continue_generation(ContinueGenerationReqInput()))
 
     async def _begin_session(self) -> None:
         """SGLang loads weights in a session only. The sender of the previous one may have died in the middle of it."""
@@ -308,19 +239,20 @@ class SglangWorker(EngineWorkerInterface):
 
     # -- device
 
-    async def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing: on a CPU the engine never leaves its memory."""
+    async def _drop_cache(self) -> bool:
+        return True  # there is no prefix cache
 
-    async def offload(self, *, keep_weights: bool) -> None:
-        """Nothing: on a CPU the engine never leaves its memory."""
+    async def _fall_asleep(self, *, keep_weights: bool) -> None:
+        raise AssertionError("on a CPU the engine never leaves its memory")
 
-    async def draft_counts(self) -> DraftCounts:
-        return DraftCounts()
+    async def _wake(self, tags: Sequence[str]) -> None:
+        raise AssertionError("on a CPU the engine never leaves its memory")
 
     # -- health
 
     async def check_health(self) -> None:
-        self._check_processes()
+        if self._has_died():
+            raise self._death()
 
     def shutdown(self) -> None:
         self._engine.shutdown()
@@ -330,22 +262,18 @@ class SglangWorker(EngineWorkerInterface):
         if not succeeded:
             raise RuntimeError(f"{self._name}: {message}")
 
-    async def _engine_call[T](self, call: Awaitable[T]) -> T:
-        """Await `call`. Raises EngineDied if the engine has ended, as SGLang's own calls then never return."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([task], timeout=_LIVENESS_S))[0]:
-                self._check_processes()
-        except BaseException:
-            task.cancel()
-            raise
-        return task.result()
+    def _has_died(self) -> bool:
+        return any(_has_ended(pid) for pid in self._engine.get_all_child_pids())
 
-    def _check_processes(self) -> None:
-        for pid in self._engine.get_all_child_pids():
-            try:
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except FileNotFoundError:
-                state = "X"
-            if state in "ZX":
-                raise EngineDied(f"the SGLang engine of {self._name} died; the end of its log has the reason")
+
+def _tokens(output: dict[str, Any]) -> SampledTokens:
+    """The tokens of an output of SGLang."""
+    return list(output["output_ids"]), [logprob for logprob, *_ in output["meta_info"]["output_token_logprobs"]]
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or left to be collected by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True

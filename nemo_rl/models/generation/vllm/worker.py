@@ -8,23 +8,18 @@ node starts that node's ranks. vLLM is imported inside functions only, as the dr
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import math
 import os
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from nemo_rl.distributed.actor_host import BUSY, Method
-from nemo_rl.models.generation.answers import AnswerQueue, prompt_problem
-from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings, EngineWorkerInterface
+from nemo_rl.models.generation.answers import EngineWorker
+from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
 from nemo_rl.models.generation.vllm.startup import (
     engine_config,
     join_nodes,
@@ -32,19 +27,10 @@ from nemo_rl.models.generation.vllm.startup import (
     prepare_environment,
     start_engine,
 )
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, OnTokens, SampledTokens, StopReason
+from nemo_rl.types import Completion, GenerationRequest, OnTokens
 
 if TYPE_CHECKING:
     import vllm
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-_PATIENCE = 0.05  # an answer waits for others for at most this part of the time that it took
-_MAX_PATIENCE_S = 0.1
-_STREAM_PATIENCE_S = 0.02  # tokens of a stream wait for tokens of other streams
-_LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
-_SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class EngineRank(Protocol):
@@ -60,7 +46,7 @@ class EngineRank(Protocol):
     def end_comparison(self) -> dict[str, float]: ...
 
 
-class VllmWorker(EngineWorkerInterface):
+class VllmWorker(EngineWorker):
     """Hosts one `AsyncLLM`, whose engine computes in processes of its own.
 
     On a CPU in float32, a request's tokens and logprobs are the same bits whatever else the engine does (see
@@ -69,25 +55,12 @@ class VllmWorker(EngineWorkerInterface):
     none.
     """
 
+    engine_name = "vLLM"
+
     def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
         cfg, device = settings.cfg, settings.device
-        self._device = device
-        self.weight_version = -1  # no weights yet
-        self._num_updates = 0
-        self._name = f"generation-{settings.replica}"
-        self._replica = settings.replica
         self._takes_draft = settings.draft is not None
-        self._max_model_len = cfg.vllm_cfg.max_model_len
-        self._sleep_mode = device == "cuda" and cfg.colocated.enabled
-        self._asleep: set[str] = set()
-        self._has_weights = True  # false from a sleep that dropped them until the next sync
-        self._request_ids = itertools.count()
-        self._serving: dict[str, asyncio.Task[Completion]] = {}  # by request id
-        self._answers = AnswerQueue()
-        self._num_serving: Counter[str] = Counter()  # requests by client
-        self._turns = asyncio.Condition()
-        self._turn = 0  # of the bucket to read next
-        self._num_syncs = 0  # started or aborted
         nodes = join_nodes()
         prepare_environment(device, cfg.vllm_cfg)
         self._returns_experts = settings.return_routed_experts
@@ -106,28 +79,16 @@ class VllmWorker(EngineWorkerInterface):
 
             self._images = ImagePrompts(config.model_config)
         self._admitted = asyncio.Semaphore(num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
-        self._sampling_allowed = asyncio.Event()
-        self._sampling_allowed.set()
         self._num_inside = 0  # requests in the engine
         self._step_since = 0.0  # when its step began, in seconds since 1970
-        self._sleep = ExitStack()  # while it sleeps
         self._note_steps()
 
     # -- requests
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """Complete a prompt.
-
-        The completion holds every sampled token, including the stop token or the tokens of the stop string. It is cut
-        at `sampling.max_new_tokens` or at the engine's `max_model_len`. `on_tokens` gets the tokens as they come.
-
-        Raises:
-            ValueError: for an empty prompt, or one that leaves no room for a token.
-            EngineDied: the engine has ended.
-        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        params, num_prompt_tokens = self._sampling_params(request), len(request.prompt_token_ids)
+        params = self._sampling_params(request)
         async with self._admitted:
             if self._records:  # from the first request on, as vLLM itself returns no experts on a CPU
                 if self._recording is None:
@@ -154,19 +115,13 @@ class VllmWorker(EngineWorkerInterface):
                 raise self._death() from error
             finally:
                 self._num_inside -= 1
-        if answer.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"{self._name} ended a request early: {answer.finish_reason}")
-        logprobs = list(answer.logprobs.logprobs)
-        if not math.isfinite(sum(logprobs)):
-            raise RuntimeError(f"{self._name} sampled a token with the logprob nan or inf: its logits are not finite")
-        num_tokens = num_prompt_tokens + len(answer.token_ids) - 1
-        return Completion(
-            token_ids=list(answer.token_ids),
-            logprobs=logprobs,
-            stop_reason=StopReason(answer.finish_reason),
-            weight_version=weight_version,
-            routed_experts=await self._experts(request_id, answer, num_tokens) if self._returns_experts else None,
+        completion = self._completion(
+            list(answer.token_ids), list(answer.logprobs.logprobs), answer.finish_reason, weight_version=weight_version
         )
+        if not self._returns_experts:
+            return completion
+        num_tokens = len(request.prompt_token_ids) + len(completion.token_ids) - 1
+        return replace(completion, routed_experts=await self._experts(request_id, answer, num_tokens))
 
     def _salt(self, prompt_token_ids: Sequence[int]) -> str:
         """A text that requests have in common if one may read the KV that another has written.
@@ -179,51 +134,6 @@ class VllmWorker(EngineWorkerInterface):
         if self._device != "cpu":
             return salt
         return f"{salt} {sha256(np.asarray(prompt_token_ids, np.int64).tobytes()).hexdigest()}"
-
-    async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
-        began = asyncio.get_running_loop().time()
-        for request in requests:
-            on_tokens = partial(self._on_tokens, request.request_id, client_id) if request.streams else None
-            task = self._serving[request.request_id] = asyncio.create_task(self.generate(request, on_tokens))
-            task.add_done_callback(partial(self._on_served, request.request_id, client_id, began))
-        self._num_serving[client_id] += len(requests)
-
-    async def drain(self, client_id: str = "") -> list[GenerationAnswer]:
-        # Every batch costs this process, the client and the environment about a millisecond, whatever its size. So an
-        # answer waits a little for further ones, unless it is the last that the client waits for: see `_on_served`.
-        return await self._answers.take(client_id)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        tasks = [self._serving[request_id] for request_id in request_ids if request_id in self._serving]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def abandon_requests(self) -> None:
-        await self.abort(list(self._serving))
-        self._answers.clear()
-
-    def _on_served(self, request_id: str, client_id: str, began: float, task: asyncio.Task[Completion]) -> None:
-        """Queue the answer for the client. An aborted request gets no answer."""
-        del self._serving[request_id]
-        self._num_serving[client_id] -= 1
-        if task.cancelled():
-            return
-        if (error := task.exception()) is None:
-            answer = GenerationAnswer(request_id=request_id, completion=task.result())
-        else:
-            text = str(error)
-            if not isinstance(error, ValueError | RuntimeError):
-                logger.error("%s: an unexpected failure of request %s", self._name, request_id, exc_info=error)
-                text = repr(error)
-            answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=text)
-        took_s = asyncio.get_running_loop().time() - began
-        is_last = self._num_serving[client_id] == 0
-        self._answers.put([answer], client_id, patience_s=0.0 if is_last else min(_PATIENCE * took_s, _MAX_PATIENCE_S))
-
-    def _on_tokens(self, request_id: str, client_id: str, tokens: SampledTokens) -> None:
-        answer = GenerationAnswer(request_id=request_id, tokens=tokens)
-        self._answers.put([answer], client_id, patience_s=_STREAM_PATIENCE_S)
 
     def _note_steps(self) -> None:
         """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes."""
@@ -262,52 +172,23 @@ class VllmWorker(EngineWorkerInterface):
         request = WeightTransferInitRequest(init_info={**init_info, "replica": self._replica})
         await self._engine_call(self._engine.init_weight_transfer_engine(request))
 
-    async def start_weight_update(self, *, clear_cache: bool) -> None:
-        self._sampling_allowed.clear()
-        async with self._turns:
-            self._num_syncs, self._turn = self._num_syncs + 1, 0
-            self._turns.notify_all()
+    async def _prepare_update(self, *, clear_cache: bool) -> None:
         await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=clear_cache))
-        # The sender of the previous sync may have died in the middle of it.
         await self._on_ranks(EngineRank.abandon_weight_update)
         await self._engine_call(self._engine.start_weight_update())
 
-    async def receive_bucket(self, info: dict[str, Any], *, turn: int) -> None:
-        # Ray does not preserve the order of calls to an actor with coroutines, but a collective needs it.
+    async def _load_bucket(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        sync = self._num_syncs
-        async with self._turns:
-            await self._turns.wait_for(lambda: self._turn == turn or self._num_syncs != sync)
-            if self._num_syncs != sync:
-                raise RuntimeError("a bucket before this one could not be read")
-            try:
-                await self._engine_call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
-            except BaseException:
-                self._num_syncs += 1
-                self._turns.notify_all()
-                raise
-            self._turn += 1
-            self._turns.notify_all()
+        await self._engine_call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
-    async def finish_weight_update(self, version: int) -> bool:
-        sync = self._num_syncs
+    async def _activate(self, version: int) -> bool:
         await self._engine_call(self._engine.finish_weight_update(str(version)))
-        kept = await self._on_ranks(EngineRank.keeps_weights)
-        if self._num_syncs != sync:  # begun by a controller that no longer waits for this one
-            raise RuntimeError("another sync has begun")
-        self.weight_version = version
-        self._num_updates += 1
-        self._has_weights = True
-        await self._resume()
-        return all(kept)
+        return all(await self._on_ranks(EngineRank.keeps_weights))
 
-    async def _resume(self) -> None:
-        """Let requests reach the engine, unless its KV cache sleeps or its weights are gone."""
-        if self._has_weights and not self._asleep:
-            await self._engine_call(self._engine.resume_generation())
-            self._step_since = time.time()
-            self._sampling_allowed.set()
+    async def _continue(self) -> None:
+        await self._engine_call(self._engine.resume_generation())
+        self._step_since = time.time()
 
     # -- comparison with the weights of the policy
 
@@ -325,34 +206,14 @@ class VllmWorker(EngineWorkerInterface):
 
     # -- device
 
-    async def onload(self, tags: Sequence[str] | None = None) -> None:
-        wanted = [tag for tag in (tags if tags is not None else _SLEEP_TAGS) if tag in self._asleep]
-        if wanted:
-            await self._engine_call(self._engine.wake_up(wanted))
-            self._asleep.difference_update(wanted)
-            if not self._asleep:
-                self._sleep.close()
-            await self._resume()
+    async def _drop_cache(self) -> bool:
+        return await self._engine_call(self._engine.reset_prefix_cache())
 
-    async def offload(self, *, keep_weights: bool) -> None:
-        """Free the GPU. Without sleep mode, only drop the prefix cache.
+    async def _fall_asleep(self, *, keep_weights: bool) -> None:
+        await self._engine_call(self._engine.sleep(level=1 if keep_weights else 2))
 
-        `keep_weights` saves the weights in host memory (vLLM's sleep level 1); otherwise they are gone, and requests
-        wait for the next sync.
-
-        Drops all requests and holds back new ones until the engine is awake: while another replica is replaced,
-        episodes still send requests to this one. Without sleep mode, requests in flight are a RuntimeError.
-        """
-        if self._sleep_mode and not self._asleep:
-            self._sampling_allowed.clear()
-            await self.abandon_requests()
-        if not await self._engine_call(self._engine.reset_prefix_cache()):
-            raise RuntimeError(f"{self._name}: requests in flight hold the KV cache")
-        if self._sleep_mode and not self._asleep:
-            await self._engine_call(self._engine.sleep(level=1 if keep_weights else 2))
-            self._asleep = set(_SLEEP_TAGS)
-            self._sleep.enter_context(BUSY.track("asleep"))
-            self._has_weights = self._has_weights and keep_weights
+    async def _wake(self, tags: Sequence[str]) -> None:
+        await self._engine_call(self._engine.wake_up(list(tags)))
 
     # -- health
 
@@ -362,34 +223,21 @@ class VllmWorker(EngineWorkerInterface):
     def shutdown(self) -> None:
         self._engine.shutdown(timeout=5.0)
 
-    async def _engine_call(self, call: Awaitable[T]) -> T:
-        """Await `call`. Raises EngineDied if the engine has ended, as vLLM's own calls then never return."""
-        task = asyncio.ensure_future(call)
-        while not (await asyncio.wait([task], timeout=_LIVENESS_S))[0]:
-            if self._engine.errored:
-                task.cancel()
-                raise self._death()
-        if self._engine.errored:
-            raise self._death()
-        return task.result()
+    def _has_died(self) -> bool:
+        return self._engine.errored
 
     async def _on_ranks[**P, R](self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on every rank of the engine."""
         return await self._engine_call(self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs))
-
-    def _death(self) -> EngineDied:
-        return EngineDied(f"the vLLM engine of {self._name} died; the end of its log has the reason")
 
     # -- conversion to and from vLLM's types
 
     def _sampling_params(self, request: GenerationRequest) -> vllm.SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
-        if (problem := prompt_problem(num_prompt_tokens, self._max_model_len)) is not None:
-            raise ValueError(problem)
+        sampling = request.sampling
         return SamplingParams(
-            max_tokens=min(sampling.max_new_tokens, self._max_model_len - num_prompt_tokens),
+            max_tokens=self._max_tokens(request),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k if sampling.top_k is not None else 0,
