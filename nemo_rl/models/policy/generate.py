@@ -18,13 +18,12 @@ import torch.distributed as dist
 from transformers.generation.configuration_utils import GenerationConfig
 
 from nemo_rl.models.policy.config import RolloutPolicyConfig
-from nemo_rl.models.policy.head.logit_tiles import smallest_kept
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.settings import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
-from nemo_rl.utils.logprobs import log_softmax
+from nemo_rl.utils.logprobs import log_softmax, smallest_kept
 
 _BLOCK = 256  # tokens whose probabilities are added up first when one is drawn
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.batch.microbatches import LoadedRow, select
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.head.logit_tiles import OutputHead, Sums, Tiles, smallest_kept, whole_logits
+from nemo_rl.models.policy.head.logit_tiles import OutputHead, Sums, Tiles, whole_logits
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
 from nemo_rl.models.policy.pretrained import load_config
+from nemo_rl.utils.logprobs import smallest_kept
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker

@@ -13,9 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.models.generation.row_invariant import RowInvariantLinear, padded_rows, split_rows
 from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
 from nemo_rl.models.generation.vllm.plugins import with_own_logprobs
-from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear, padded_rows, split_rows
 from nemo_rl.models.generation.vllm.startup import engine_args
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from tests.unit.generation.configs import engine_settings, generation_config

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear
+from nemo_rl.models.generation.row_invariant import RowInvariantLinear
 from nemo_rl.utils.logprobs import log_softmax
 
 PREFIX = "nemo_rl_"  # of the names of our plugins

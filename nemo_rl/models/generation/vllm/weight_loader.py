@@ -33,9 +33,9 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from nemo_rl.models.generation.row_invariant import RowInvariantLinear
 from nemo_rl.models.generation.vllm import plugins
 from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
-from nemo_rl.models.generation.vllm.row_invariant import RowInvariantLinear
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Segment, TensorMeta, Transport
 from nemo_rl.refit.transfer import COMPARISON, WeightReceiver, largest_difference
