@@ -12,7 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from typing import Any, ClassVar
+
+import numpy as np
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings, EngineWorkerInterface
@@ -140,6 +143,18 @@ class EngineWorker(EngineWorkerInterface):
         if not math.isfinite(sum(logprobs)):
             raise RuntimeError(f"{self._name} sampled a token with the logprob nan or inf: its logits are not finite")
         return Completion(token_ids=token_ids, logprobs=logprobs, stop_reason=StopReason(reason), **more)
+
+    def _salt(self, prompt_token_ids: Sequence[int]) -> str:
+        """A text that requests have in common if one may read the KV that another has written.
+
+        The version would not separate weights: after a return to a checkpoint the same version comes again with other
+        weights. On a CPU only requests of the same prompt share KV. Sampled tokens, with which the prompt of a later
+        turn begins, have been computed one by one, and a prompt is computed in parts, which may give other bits.
+        """
+        salt = f"update {self._num_updates}"
+        if self._device != "cpu":
+            return salt
+        return f"{salt} {sha256(np.asarray(prompt_token_ids, np.int64).tobytes()).hexdigest()}"
 
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         began = asyncio.get_running_loop().time()

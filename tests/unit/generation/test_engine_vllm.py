@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.config import engine_arguments
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.refit.layout import TensorMeta
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import ask, engine_settings, engines, generation_config, requests_of
 from tests.unit.generation.models import make_model
@@ -130,28 +129,6 @@ want = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).tran
 assert (got - want).abs().max() < 0.03
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_padding_is_known_so_that_an_engine_that_lost_it_has_it_again() -> None:
-    """Four rows of a table with six."""
-    from nemo_rl.models.generation.vllm.weight_loader import trace_load
-
-    class Padded(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Parameter(torch.full((6, 2), 9.0), requires_grad=False)
-
-        def load_weights(self, weights: Any) -> None:
-            for _, weight in weights:
-                self.table[:4].copy_(weight)
-                self.table[4:].fill_(0.5)
-
-    model = Padded()
-    recorder, stale = trace_load(model, [TensorMeta("table", "float32", (4, 2))])
-    assert stale == [] and (model.table == 9.0).all()
-    for target, value in recorder.fills:
-        target.fill_(value)
-    assert (model.table[4:] == 0.5).all() and (model.table[:4] == 9.0).all()
 
 
 # -- the experts of a real engine, against those of transformers for the same tokens

@@ -1,12 +1,15 @@
 """Engines of SGLang without SGLang: what runs in its scheduler, and what a configuration may ask for."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from nemo_rl.models.generation.sglang.processes import draw
+from nemo_rl.models.generation.sglang.hooks import draw, draw_tokens
 from nemo_rl.models.generation.sglang.weight_loader import load
 from nemo_rl.refit.layout import exported
 from nemo_rl.refit.transfer import WeightSender
@@ -26,35 +29,91 @@ class Model(torch.nn.Module):
             self.get_parameter(name).copy_(tensor)
 
 
-def ask(model: Model, folder: Path, method: str, **arguments: Any) -> dict[str, str]:
+class Deriving(Model):
+    """Keeps tensors that it computes from its weights."""
+
+    def post_load_weights(self) -> None: ...
+
+
+def ask(model: Model, folder: Path, method: str, **arguments: Any) -> Any:
     request = {"method": method, "arguments": arguments, "answer": str(folder / "answer")}
     load(model, [(json.dumps(request), torch.empty(0))])
-    return json.loads((folder / "answer").read_text())
+    answer = json.loads((folder / "answer").read_text())
+    return answer["result"] if "result" in answer else f"{answer['type']}: {answer['text']}"
 
 
-def test_the_scheduler_takes_verified_weights_and_answers_with_an_error_for_damaged_ones(tmp_path: Path) -> None:
-    policy, engine = Model(), Model()
-    for parameter in policy.parameters():
-        torch.nn.init.normal_(parameter)
+@contextmanager
+def sending(policy: torch.nn.Module, engine: Model, folder: Path) -> Iterator[WeightSender]:
+    """The policy's end; the engine is attached to it."""
     weights = [exported(name, lambda p=p: p) for name, p in policy.named_parameters()]
     sender = WeightSender(
         weights, device=torch.device("cpu"), rank=0, local_rank=0, transport="packed_shm", wire_dtype="float32"
     )
     offered = sender.describe()
     how = {"layout": offered["layout"], "endpoints": offered["endpoints"], "transport": "packed_shm", "receiver": 0}
-    assert ask(engine, tmp_path, "attach", **how) == {}
-    assert ask(engine, tmp_path, "begin") == {}
-    assert "no bucket has arrived" in ask(engine, tmp_path, "finish")["text"]
-    fingerprints = bytearray(sender.pack(0)["fingerprints"])
-    assert ask(engine, tmp_path, "receive", version=1, bucket=0, fingerprints=fingerprints.hex()) == {}
-    assert ask(engine, tmp_path, "finish") == {}
-    assert torch.equal(engine.first, policy.first) and torch.equal(engine.second, policy.second)
-
-    fingerprints[0] ^= 1
-    assert ask(engine, tmp_path, "begin") == {}
-    damaged = ask(engine, tmp_path, "receive", version=2, bucket=0, fingerprints=fingerprints.hex())
-    assert damaged["type"] == "RefitError" and "version 2, bucket 0: tensor 'first'" in damaged["text"]
+    assert ask(engine, folder, "attach", **how) is None
+    yield sender
     sender.close()
+
+
+def policy_of(*names: str) -> Model:
+    """A policy of these parameters, with values."""
+    policy = Model()
+    for name, parameter in list(policy.named_parameters()):
+        torch.nn.init.normal_(parameter)
+        if name not in names:
+            delattr(policy, name)
+    return policy
+
+
+@pytest.mark.parametrize("derives", [False, True])
+def test_the_scheduler_takes_verified_weights_and_answers_with_an_error_for_damaged_ones(
+    tmp_path: Path, derives: bool
+) -> None:
+    policy, engine = policy_of("first", "second"), (Deriving if derives else Model)()
+    with sending(policy, engine, tmp_path) as sender:
+        assert ask(engine, tmp_path, "begin") is None
+        assert "no bucket has arrived" in ask(engine, tmp_path, "finish")
+        fingerprints = bytearray(sender.pack(0)["fingerprints"])
+        assert ask(engine, tmp_path, "receive", version=1, bucket=0, fingerprints=fingerprints.hex()) is None
+        assert ask(engine, tmp_path, "finish") is None
+        assert torch.equal(engine.first, policy.first) and torch.equal(engine.second, policy.second)
+
+        fingerprints[0] ^= 1
+        assert ask(engine, tmp_path, "begin") is None
+        damaged = ask(engine, tmp_path, "receive", version=2, bucket=0, fingerprints=fingerprints.hex())
+        assert damaged.startswith("RefitError: ") and "version 2, bucket 0: tensor 'first'" in damaged
+
+
+@pytest.mark.parametrize("derives", [False, True])
+def test_a_parameter_that_no_tensor_is_for_is_named(tmp_path: Path, derives: bool) -> None:
+    engine = (Deriving if derives else Model)()
+    with sending(policy_of("first"), engine, tmp_path) as sender:
+        refused = ask(engine, tmp_path, "begin")
+        if derives:
+            sent = sender.pack(0)["fingerprints"].hex()
+            assert ask(engine, tmp_path, "receive", version=1, bucket=0, fingerprints=sent) is None
+            refused = ask(engine, tmp_path, "finish")
+        assert refused.startswith("RefitError: ") and "1 of the engine's parameters" in refused
+        assert refused.endswith(": second")
+
+
+def test_weights_that_were_changed_since_the_sync_are_found(tmp_path: Path) -> None:
+    engine = Model()
+    with sending(policy_of("first", "second"), engine, tmp_path) as sender:
+        ask(engine, tmp_path, "begin")
+        sent = sender.pack(0)["fingerprints"].hex()
+        ask(engine, tmp_path, "receive", version=1, bucket=0, fingerprints=sent)
+        ask(engine, tmp_path, "finish")
+        for change in (0.0, 0.25):
+            engine.second.data += change
+            assert ask(engine, tmp_path, "begin_comparison") is None
+            assert ask(engine, tmp_path, "compare_bucket", bucket=0, fingerprints=sent) is None
+            found = ask(engine, tmp_path, "end_comparison")
+            assert found == ({"second": pytest.approx(0.25)} if change else {})
+
+
+# -- sampling
 
 
 def test_a_draw_has_the_probabilities_and_depends_on_seed_and_position_alone() -> None:
@@ -68,3 +127,24 @@ def test_a_draw_has_the_probabilities_and_depends_on_seed_and_position_alone() -
     assert not torch.equal(draw(rows, seeds + 1, torch.arange(number))[:, 0], drawn)
     extremes = torch.tensor([2**63 - 1, 0])
     assert draw(rows[:2], extremes, torch.zeros(2, dtype=torch.int64)).shape == (2, 1)
+
+
+def test_a_token_and_its_logprobs_follow_the_row_s_own_temperature_and_filter() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0]).repeat(5, 1)
+    temperatures = torch.tensor([1.0, 2.0, 1e-6, 1.0, 1.0])
+    filters = [(2**30, 1.0), (2, 1.0), (2, 0.5), (2**30, 0.7), (1, 1.0)]
+    how: Any = (filters, torch.arange(5), torch.arange(5))
+    tokens, logprobs = draw_tokens(logits, temperatures, *how)
+    assert torch.allclose(logprobs[0], logits[0].log_softmax(-1), atol=1e-6)
+    assert torch.allclose(logprobs[1, :2], (logits[1, :2] / 2).log_softmax(-1), atol=1e-6)
+    assert torch.allclose(logprobs[2], logits[2].log_softmax(-1), atol=1e-6), "greedy: no filter, no temperature"
+    assert torch.allclose(logprobs[3, :2], logits[3, :2].log_softmax(-1), atol=1e-6), "0.64 and 0.23 reach 0.7"
+    assert logprobs[4].tolist() == [0.0] + 4 * [float("-inf")]
+    kept = torch.isfinite(logprobs)
+    assert kept.sum(1).tolist() == [5, 2, 5, 2, 1]
+    assert kept.gather(1, tokens[:, None]).all() and tokens[2] == tokens[4] == 0
+    for row in range(5):
+        alone = draw_tokens(
+            logits[row:][:1], temperatures[row:][:1], filters[row:][:1], *(part[row:][:1] for part in how[1:])
+        )
+        assert torch.equal(alone[0][0], tokens[row]) and torch.equal(alone[1][0], logprobs[row])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.models.generation.answers import EngineWorker
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.sglang import processes
+from nemo_rl.models.generation.sglang.hooks import LEAST_TEMPERATURE
 from nemo_rl.models.generation.sglang.weight_loader import LOADER, SchedulerRank
 from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
 from nemo_rl.utils.guards import scratch_folder
@@ -59,8 +60,9 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
         "grammar_backend": "none",
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
-        # A prompt is computed whole and no request is preempted: other parts may give other bits.
-        "disable_radix_cache": True,
+        # A prompt is computed whole, unless it is cached whole (`EngineWorker._salt`), and no request is preempted:
+        # other parts may give other bits.
+        "disable_radix_cache": not settings.can_share_prompts,
         "chunked_prefill_size": -1,
         "mem_fraction_static": 0.9,  # of the machine's free memory, checked only: the next line decides
         "max_total_tokens": num_tokens,
@@ -133,6 +135,7 @@ class SglangWorker(EngineWorker):
             sampling_params=params,
             return_logprob=True,
             rid=rid,
+            cache_salt=self._salt(request.prompt_token_ids),
             stream=on_tokens is not None,
         )
         if on_tokens is None:
@@ -151,7 +154,7 @@ class SglangWorker(EngineWorker):
         sampling = request.sampling
         return {
             "max_new_tokens": self._max_tokens(request),
-            "temperature": sampling.temperature,
+            "temperature": max(sampling.temperature, LEAST_TEMPERATURE),
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k is not None else -1,
             "stop": list(sampling.stop_strings) or None,
@@ -173,6 +176,8 @@ class SglangWorker(EngineWorker):
 
         pause = PauseGenerationReqInput(mode="retract" if clear_cache else "in_place")
         await self._engine_call(self._manager.pause_generation(pause))
+        if clear_cache and not await self._drop_cache():  # of the weights before; requests in flight begin anew
+            raise RuntimeError(f"{self._name}: the KV cache could not be dropped")
         await self._begin_session()
         await self._on_rank(SchedulerRank.begin)
 
@@ -204,7 +209,7 @@ class SglangWorker(EngineWorker):
             await self._checked(self._manager.end_weight_update(EndWeightUpdateReqInput()))
             self._in_session = False
 
-    async def _on_rank(self, method: Callable[..., None], **arguments: Any) -> None:
+    async def _on_rank[T](self, method: Callable[..., T], **arguments: Any) -> T:
         """Call a method of `SchedulerRank` in the scheduler. Raises its error as RuntimeError."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -218,10 +223,11 @@ class SglangWorker(EngineWorker):
             flush_cache=False,
         )
         await self._checked(self._manager.update_weights_from_tensor(request))
-        error = json.loads(answer.read_text())
+        answered = json.loads(answer.read_text())
         answer.unlink()
-        if error:
-            raise RuntimeError(f"{error['type']}: {error['text']}")
+        if "text" in answered:
+            raise RuntimeError(f"{answered['type']}: {answered['text']}")
+        return answered["result"]
 
     # -- comparison with the weights of the policy
 
@@ -229,18 +235,21 @@ class SglangWorker(EngineWorker):
         return self._manager.model_config.hf_text_config.to_dict()
 
     async def begin_comparison(self) -> list[str | None]:
-        return ["engines of SGLang do not compare weights"]
+        await self._begin_session()
+        return [await self._on_rank(SchedulerRank.begin_comparison)]
 
     async def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
-        raise AssertionError("begin_comparison says that it cannot")
+        await self._on_rank(SchedulerRank.compare_bucket, bucket=bucket, fingerprints=fingerprints.hex())
 
     async def end_comparison(self) -> list[dict[str, float]]:
-        raise AssertionError("begin_comparison says that it cannot")
+        differences = await self._on_rank(SchedulerRank.end_comparison)
+        await self._end_session()
+        return [differences]
 
     # -- device
 
     async def _drop_cache(self) -> bool:
-        return True  # there is no prefix cache
+        return (await self._engine_call(self._manager.flush_cache())).success
 
     async def _fall_asleep(self, *, keep_weights: bool) -> None:
         raise AssertionError("on a CPU the engine never leaves its memory")

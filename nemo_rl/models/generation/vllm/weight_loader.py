@@ -1,10 +1,7 @@
 """Receives the policy's weights inside vLLM's worker process, in place or through vLLM's layerwise reload.
 
-* In place: for a model whose layers use their weights as loaded (not quantised, not repacked). `trace_load` runs the
-  model's own `load_weights` once on tensors without data and records its copies: which part of which tensor goes into
-  which part of which parameter, fused and tensor-parallel layers included. A sync then consists of these copies only.
-  It allocates no memory, runs no Python per module, and keeps the addresses in captured graphs valid. Adapters that
-  are sent separately are added to the weights; with a reload they are refused.
+* In place (`nemo_rl.refit.in_place`): for a model whose layers use their weights as loaded (not quantised, not
+  repacked). Adapters that are sent separately are added to the weights; with a reload they are refused.
 * Reload: every other model. vLLM loads into fresh memory and processes it (quantises, repacks) as after a start from
   disk.
 """
@@ -12,13 +9,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -37,12 +32,11 @@ from nemo_rl.models.generation.row_invariant import RowInvariantLinear
 from nemo_rl.models.generation.vllm import plugins
 from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
 from nemo_rl.refit.buffers import attach_buffer
-from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Segment, TensorMeta, Transport
-from nemo_rl.refit.transfer import COMPARISON, WeightReceiver, largest_difference
+from nemo_rl.refit.in_place import InPlace, NotTraceable, refuse_stale
+from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Transport
+from nemo_rl.refit.transfer import WeightReceiver
 
 logger = logging.getLogger(__name__)
-
-aten = torch.ops.aten
 
 
 @dataclass
@@ -80,13 +74,10 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self.transport: Transport = cast(Transport, self.config.backend)
         self._receiver: WeightReceiver | None = None
         self.why_reload: str | None = None
-        self._targets: list[list[Segment]] | None = None
-        self._padding: list[tuple[torch.Tensor, float]] = []
-        self._addresses: list[int] = []
+        self._in_place = InPlace()
         self._expected: set[str] = set()
         self._loaded: set[str] = set()
         self._updating = False  # a bucket has arrived since the start
-        self._differences: dict[str, float] = {}
 
     def take_draft(self, draft: torch.nn.Module) -> None:
         """From the next sync on, load tensors named `DRAFT_PREFIX` into `draft`."""
@@ -99,7 +90,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         With a collective this returns when all engines have called it.
         """
         self.shutdown()
-        self._targets = None  # they depend on the layout
+        self._in_place = InPlace()  # its targets depend on the layout
         layout = PackLayout.from_dict(init_info.layout)
         receiver = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
         buffer = attach_buffer(self.transport, init_info.endpoints, self.device, receiver)
@@ -111,17 +102,12 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             raise RefitError(f"{self.transport}: init_transfer_engine must come before the first sync")
         self._updating = False
         self.why_reload = _why_not_in_place(self.model)
-        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
-        if self.why_reload is None and (self._targets is None or addresses != self._addresses):
-            self._targets, self._addresses = None, addresses
+        if self.why_reload is None:
             try:
-                recorder, stale = trace_load(self.model, self._receiver.layout.weights)
-                self._refuse_stale(stale)
-                self._targets, self._padding = recorder.segments, recorder.fills
+                self._in_place.trace(self.model, self._receiver.layout, self.transport, self._load_weights)
+                return
             except NotTraceable as error:
                 self.why_reload = str(error)
-        if self.why_reload is None:
-            return
         if self._receiver.layout.has_adapters:
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
@@ -151,12 +137,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         """Verify one bucket and load it. Raises RefitError with version, bucket and tensor."""
         if not self._updating:
             in_place = self.why_reload is None
-            targets, load = (self._targets, None) if in_place else (None, self._load)
+            targets, load = (self._in_place.targets, None) if in_place else (None, self._load)
             self.receiver.begin(update_info.version, targets=targets, load=load)
             self._updating = True
-            if in_place and update_info.bucket == 0:  # an engine that slept without its weights has lost it
-                for target, value in self._padding:
-                    target.fill_(value)
+            if in_place and update_info.bucket == 0:
+                self._in_place.fill_padding()
         self.receiver.receive(update_info.bucket, update_info.fingerprints)
 
     def finish_weight_update(self) -> None:
@@ -168,7 +153,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self.why_reload is not None:
             finalize_layerwise_reload(self.model, self.model_config)
             if self.model_config.quantization is None:
-                self._refuse_stale(self._expected - self._loaded)
+                refuse_stale(self.transport, self._expected - self._loaded)
         for module in self.model.modules() if self.device.type == "cpu" else ():
             # Renew the packed copy in layers that keep it beside their weight, such as a head tied to its embedding.
             weight = module._parameters.get("weight")
@@ -193,12 +178,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     def begin_comparison(self) -> str | None:
         """Why the weights cannot be compared with buckets; None if they can."""
-        if self._receiver is None or self._targets is None:
+        if self._receiver is None or self._in_place.targets is None:
             return f"the engine does not use its weights as they are loaded: {self.why_reload}"
         if self._receiver.layout.has_adapters:
             return "adapters are sent apart from their weights"
-        self._differences = {}
-        self._receiver.begin(COMPARISON, targets=None, load=self._compare)
+        self._in_place.begin_comparison(self._receiver)
         return None
 
     def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
@@ -208,15 +192,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
     def end_comparison(self) -> dict[str, float]:
         """Tensors that differ, with the largest difference of a value. RefitError if a bucket did not arrive."""
         self.receiver.finish()
-        return self._differences
-
-    def _compare(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        assert self._targets is not None
-        targets = dict(zip((meta.name for meta in self.receiver.layout.weights), self._targets, strict=True))
-        for name, tensor in weights:
-            difference = largest_difference(tensor, targets[name])
-            if difference > 0:
-                self._differences[name] = difference
+        return self._in_place.differences
 
     def shutdown(self) -> None:
         """Detach from the policy's buffer."""
@@ -227,8 +203,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         if type(self.model).__name__ == "GptOssForCausalLM":
             weights = self._of_gpt_oss(weights)
+        self._loaded |= self._load_weights(weights)
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         with disable_mtp_completeness_check():
-            self._loaded |= self.model.load_weights(weights) or set()
+            return cast(Any, self.model).load_weights(weights) or set()
 
     def _of_gpt_oss(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Weights in the form in which vLLM's GPT-OSS loads them with the parameters' own loaders.
@@ -250,13 +229,6 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             else:
                 others.append((name, tensor))
         return others
-
-    def _refuse_stale(self, names: Iterable[str]) -> None:
-        if stale := sorted(names):
-            raise RefitError(
-                f"{self.transport}: the policy does not send (all of) {len(stale)} of the engine's parameters, which "
-                f"would keep their old values: {', '.join(stale[:10])}"
-            )
 
 
 class ModelWithDraft(torch.nn.Module):
@@ -335,65 +307,6 @@ class WorkerExtension:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
-
-
-class NotTraceable(Exception):
-    """Loading does more than copy parts of tensors into parameters; the message gives the operation."""
-
-
-class _CopyRecorder(TorchDispatchMode):
-    """Records copies from the loaded tensors into the model's memory, and fills of it, without performing them."""
-
-    def __init__(self, sources: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._index = {_storage(source): index for index, source in enumerate(sources)}
-        self.segments: list[list[Segment]] = [[] for _ in sources]
-        self.fills: list[tuple[torch.Tensor, float]] = []
-        self.written: Counter[int] = Counter()  # storage -> elements written, fills included
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is aten.copy_.default:
-            target, part = args[0], args[1]
-            if _storage(part) not in self._index:
-                raise NotTraceable("a weight is computed from the tensor before it is stored")
-            if part.shape != target.shape or target.is_meta:
-                raise NotTraceable(f"a part of shape {list(part.shape)} is stored as {list(target.shape)}")
-            segment = Segment(tuple(part.shape), part.stride(), part.storage_offset(), target.detach())
-            self.segments[self._index[_storage(part)]].append(segment)
-            self.written[_storage(target)] += target.numel()
-            return target
-        if func in (aten.fill_.Scalar, aten.zero_.default):  # padding
-            filled, *value = args
-            self.fills.append((filled.detach(), value[0] if value else 0.0))
-            self.written[_storage(filled)] += filled.numel()
-            return filled
-        if func._schema.is_mutable or func is aten._local_scalar_dense.default:
-            raise NotTraceable(f"loading calls {func}")
-        return func(*args, **(kwargs or {}))
-
-
-def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[_CopyRecorder, list[str]]:
-    """The targets of the copies of `model.load_weights`, and the parameters that it would not write in full.
-
-    Raises:
-        NotTraceable: loading consists of more than copies.
-        ValueError: from the model, for an unknown name.
-    """
-    sources = [torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in tensors]
-    recorder = _CopyRecorder(sources)
-    with torch.no_grad(), disable_mtp_completeness_check(), recorder:
-        model.load_weights((meta.name, source) for meta, source in zip(tensors, sources, strict=True))
-    sizes: Counter[int] = Counter()  # parameters may share a storage
-    for parameter in model.parameters():
-        sizes[_storage(parameter)] += parameter.numel()
-    stale = [n for n, p in model.named_parameters() if recorder.written[_storage(p)] < sizes[_storage(p)]]
-    return recorder, stale
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _why_not_in_place(model: torch.nn.Module) -> str | None:

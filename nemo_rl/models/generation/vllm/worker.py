@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -122,18 +121,6 @@ class VllmWorker(EngineWorker):
             return completion
         num_tokens = len(request.prompt_token_ids) + len(completion.token_ids) - 1
         return replace(completion, routed_experts=await self._experts(request_id, answer, num_tokens))
-
-    def _salt(self, prompt_token_ids: Sequence[int]) -> str:
-        """A text that requests have in common if one may read the KV that another has written.
-
-        The version would not separate weights: after a return to a checkpoint the same version comes again with other
-        weights. On a CPU only requests of the same prompt share KV. Sampled tokens, with which the prompt of a later
-        turn begins, have been computed one by one, and a prompt is computed in parts, which may give other bits.
-        """
-        salt = f"update {self._num_updates}"
-        if self._device != "cpu":
-            return salt
-        return f"{salt} {sha256(np.asarray(prompt_token_ids, np.int64).tobytes()).hexdigest()}"
 
     def _note_steps(self) -> None:
         """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes."""
