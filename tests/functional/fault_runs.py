@@ -42,6 +42,7 @@ NAMES = {  # in messages
     "environment": "environment 'math'",
     "engine": "generation-0",
     "core": "generation-",  # the newest, of whichever engine
+    "detokenizer": "generation-0",
     "keeper": "group_keeper-0",
     "critic": "value-0",
     "rollout": "rollout-0",
@@ -73,6 +74,7 @@ RUNS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # of a loop: script
     "ppo": (example("ppo", "ppo_math_cpu"), (*_sampling("ppo"), *CRITIC)),
     "distillation": (example("distillation", "distillation_math_cpu"), _sampling("distillation")),
     "sft": (example("sft"), (*SUPERVISED, *TWO_RANKS)),
+    "sglang": (example("grpo_math", "grpo_math_sglang_cpu"), _sampling("grpo")),
 }
 COMMON = (f"cluster.worker_timeout_s={TIMEOUT_S}", "checkpointing.keep_top_k=3", "checkpointing.metric_name=null")
 

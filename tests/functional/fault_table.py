@@ -13,12 +13,14 @@ from dataclasses import asdict, astuple, dataclass
 
 SAMPLING = ("grpo", "async", "ppo", "distillation")
 LOOPS = (*SAMPLING, "sft")
+SGLANG = "sglang"  # GRPO with engines of SGLang, whose processes alone are hurt
 
 WHO = {  # the loops that have the process
     "environment": ("grpo", "async", "ppo"),
     "verifier": ("grpo", "async", "ppo"),
-    "engine": SAMPLING,  # the worker that hosts it
-    "core": SAMPLING,  # the engine's own process
+    "engine": (*SAMPLING, SGLANG),  # the worker that hosts it
+    "core": (*SAMPLING, SGLANG),  # the engine's own process, which has the model
+    "detokenizer": (SGLANG,),
     "rollout": SAMPLING,
     "keeper": SAMPLING,
     "tokenizer": ("sft",),
@@ -42,11 +44,11 @@ WHAT = {
     "truncated": "the newest file that it will read loses its end",
 }
 WHEN = {  # the loops that have the phase
-    "start-up": LOOPS,
-    "generation": SAMPLING,
+    "start-up": (*LOOPS, SGLANG),
+    "generation": (*SAMPLING, SGLANG),
     "logprobs": ("grpo", "async", "ppo", "distillation"),
     "train": LOOPS,
-    "refit": SAMPLING,
+    "refit": (*SAMPLING, SGLANG),
     "validation": LOOPS,
     "checkpoint": LOOPS,
     "resume": LOOPS,
@@ -83,6 +85,8 @@ def is_possible(cell: Cell) -> bool:
     who, what, when = cell.who, cell.what, cell.when
     if cell.loop not in WHO[who] or cell.loop not in WHEN[when]:
         return False
+    if cell.loop == SGLANG:
+        return what in ("kill", "stop", "pause") or (what == "exception" and who == "engine" and when != "start-up")
     if what == "truncated":  # checkpoints; other files that a start reads: test_bad_input.py
         return who in WRITERS and when == "resume"
     if what == "disk":
@@ -106,7 +110,7 @@ def is_possible(cell: Cell) -> bool:
 
 
 def possible() -> list[Cell]:
-    values = itertools.product(LOOPS, WHO, WHAT, WHEN)
+    values = itertools.product((*LOOPS, SGLANG), WHO, WHAT, WHEN)
     cells = (Cell(loop=loop, who=who, what=what, when=when) for loop, who, what, when in values)
     return [cell for cell in cells if is_possible(cell)]
 
@@ -133,7 +137,7 @@ def chains(cells: Sequence[Cell], size: int) -> list[list[Cell]]:
     """
     order = {when: number for number, when in enumerate(WHEN)}
     found = []
-    for loop, moves in itertools.product(LOOPS, (False, True)):
+    for loop, moves in itertools.product((*LOOPS, SGLANG), (False, True)):
         of_loop = (cell for cell in cells if cell.loop == loop and cell.moves_versions == moves)
         mine = sorted(of_loop, key=lambda c: (order[c.when], astuple(c)))
         parts = -(-len(mine) // size)

@@ -28,12 +28,13 @@ from typing import Any
 PAUSE_S = 20.0
 STEPS_BETWEEN = 2
 FILLER = "filler"  # the file that fills the disk of the run
-COMMANDS = {
-    "environment": "ray::MathEnvironment",
-    "core": "EngineCore",
-    "keeper": "ray::GroupKeeper",
-    "verifier": "math.verification",
-    "node": "raylet/raylet",
+COMMANDS = {  # which a process has in its command line, one of them
+    "environment": ("ray::MathEnvironment",),
+    "core": ("EngineCore", "sglang::scheduler"),
+    "detokenizer": ("sglang::detokenizer",),
+    "keeper": ("ray::GroupKeeper",),
+    "verifier": ("math.verification",),
+    "node": ("raylet/raylet",),
 }
 GROUPS = {  # where they are called otherwise
     "engine": "generation-0",
@@ -196,7 +197,8 @@ class _Faults:
     def _process(self, who: str) -> int | None:
         below = processes_below(os.getpid())
         if who in COMMANDS:
-            return max((pid for pid, (_, command) in below.items() if COMMANDS[who] in command), default=None)
+            of_role = (pid for pid, (_, command) in below.items() if any(text in command for text in COMMANDS[who]))
+            return max(of_role, default=None)
         name, _, rank = who.partition("-")
         group = self.groups.get(GROUPS.get(name, name))
         members = group.members if group is not None else []

@@ -2,14 +2,38 @@
 
 import pytest
 
-from tests.functional.cli import BARE, CONFIGS, exact, keys, run
+from tests.functional.cli import BARE, CONFIGS, exact, example, keys, run, small
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CONFIG = CONFIGS / "grpo_math_sglang_cpu.yaml"
 SMALL_STEPS = keys(grpo="num_prompts_per_step=8", policy="train_global_batch_size=64 train_micro_batch_size=64")
+SGLANG = ("policy.generation.backend=sglang",)
 
 
-def test_a_policy_trains_on_samples_of_sglang_which_has_its_weights_in_every_step(tmp_path):
-    finished = run(tmp_path, *BARE, *SMALL_STEPS, "grpo.max_num_steps=4", config=CONFIG, timeout_s=1000)
+@pytest.mark.parametrize(
+    "filters", [(), keys(policy="generation.top_p=0.9 generation.top_k=20")], ids=["all", "filtered"]
+)
+def test_a_policy_trains_on_samples_of_sglang_which_has_its_weights_in_every_step(tmp_path, filters):
+    finished = run(tmp_path, *BARE, *SMALL_STEPS, *filters, "grpo.max_num_steps=4", config=CONFIG, timeout_s=1000)
     exact(finished.metrics, 4)
+
+
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_weights_arrive_in_flight(tmp_path, recompute):
+    """Samples under way begin anew with the new weights (`retract`), or keep what was computed with the old ones."""
+    how = keys(grpo=f"max_num_steps=8 async_grpo.recompute_kv_cache_after_weight_updates={recompute}")
+    config = example("grpo_math", "grpo_math_async_cpu")
+    finished = run(tmp_path, *BARE, *SMALL_STEPS, *how, *SGLANG, **config, timeout_s=1500)
+    steps = finished.steps
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    lags = finished.curve("train/weight_version_lag/max")
+    assert 0 < max(lags) <= 2
+    assert max(finished.curve("train/token_mult_prob_error")) < 1.05
+    assert not any(finished.curve("performance/controller_token_bytes"))
+
+
+@pytest.mark.parametrize(("name", "config"), [("ppo", "ppo_math_cpu"), ("distillation", "distillation_math_cpu")])
+def test_other_algorithms_sample_with_it(tmp_path, name, config):
+    finished = run(tmp_path, *small(name), f"{name}.max_num_steps=3", *SGLANG, **example(name, config), timeout_s=1500)
+    exact(finished.steps, 3)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 _SEED_BITS = 63
+_STOPPED_S = 0.5  # between looks at a process that is stopped
 _RESERVED = 8  # more positions than SGLang leaves empty; `generate` sees to the length itself
 
 
@@ -260,8 +261,10 @@ class SglangWorker(EngineWorker):
     # -- health
 
     async def check_health(self) -> None:
-        if self._has_died():
-            raise self._death()
+        """Returns when the scheduler has answered, and neither it nor the detokenizer is stopped."""
+        await self._engine_call(self._manager.get_internal_state())
+        while any(_state(pid) == "T" for pid in self._engine.get_all_child_pids()):
+            await asyncio.sleep(_STOPPED_S)
 
     def shutdown(self) -> None:
         self._engine.shutdown()
@@ -272,7 +275,7 @@ class SglangWorker(EngineWorker):
             raise RuntimeError(f"{self._name}: {message}")
 
     def _has_died(self) -> bool:
-        return any(_has_ended(pid) for pid in self._engine.get_all_child_pids())
+        return any(_state(pid) in "ZX" for pid in self._engine.get_all_child_pids())
 
 
 def _tokens(output: dict[str, Any]) -> SampledTokens:
@@ -280,9 +283,9 @@ def _tokens(output: dict[str, Any]) -> SampledTokens:
     return list(output["output_ids"]), [logprob for logprob, *_ in output["meta_info"]["output_token_logprobs"]]
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a process is gone, or left to be collected by its parent."""
+def _state(pid: int) -> str:
+    """The letter of a process's state: T is stopped, Z left to be collected by its parent, X gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return True
+        return "X"
