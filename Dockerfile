@@ -41,4 +41,11 @@ RUN --mount=type=cache,target=/tmp/uv,uid=1000,gid=1000 \
 COPY --chown=1000:1000 . .
 RUN uv run --offline examples/run_grpo_math.py --help > /dev/null && ray --version
 
+# Environments of engines that do not fit into the one above: --build-arg ENGINES=sglang
+ARG ENGINES=""
+RUN --mount=type=cache,target=/tmp/uv,uid=1000,gid=1000 \
+    for extra in ${ENGINES}; do \
+        uv run --offline python -c "from nemo_rl.utils.venvs import python_executable_for as make; make('${extra}')"; \
+    done
+
 CMD ["uv", "run", "examples/run_grpo_math.py", "--help"]

@@ -414,19 +414,14 @@ def prompts_of(size: Size) -> list[list[int]]:
 
 def our_engine(size: Size, model: str, device: Any) -> dict[str, float]:
     """Tokens per second of the actor's class, and memory that is left asleep."""
-    from nemo_rl.models.generation.config import GenerationConfig, SglangConfig, VllmConfig
+    from nemo_rl.config.loader import build_section
+    from nemo_rl.models.generation.config import LoneGenerationConfig
     from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker
     from nemo_rl.types import GenerationRequest, SamplingParams
 
     before = used_bytes()
-    cfg = GenerationConfig(
-        max_new_tokens=size.new_tokens,
-        val_temperature=0.0,
-        val_top_p=1.0,
-        val_top_k=None,
-        vllm_cfg=VllmConfig(precision="bfloat16", max_model_len=2048),
-        sglang_cfg=SglangConfig(dtype="bfloat16", context_length=2048),
-    )
+    values = {"max_new_tokens": size.new_tokens, "vllm_cfg": {"precision": "bfloat16", "max_model_len": 2048}}
+    cfg = build_section("generation", LoneGenerationConfig, values)
     settings = EngineSettings(model=model, tokenizer=model, cfg=cfg, device=device, seed=0, load_format="auto")
     worker = VllmWorker(settings)
     sampling = SamplingParams(max_new_tokens=size.new_tokens)

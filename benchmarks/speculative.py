@@ -21,7 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT, GenerationConfig, SglangConfig, VllmConfig
+from nemo_rl.config.loader import build_section
+from nemo_rl.models.generation.config import LoneGenerationConfig
+from nemo_rl.models.generation.vllm.config import ENGINE_ENVIRONMENT
 from nemo_rl.types import GenerationRequest, SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
@@ -82,15 +84,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False)
         for q in questions
     ]
-    config = GenerationConfig(
-        max_new_tokens=args.tokens,
-        val_temperature=0.0,
-        val_top_p=1.0,
-        val_top_k=None,
-        vllm_cfg=VllmConfig(precision="float32", max_model_len=args.tokens + 32),
-        sglang_cfg=SglangConfig(dtype="float32", context_length=args.tokens + 32),
-        vllm_kwargs={"speculative_config": NGRAM} if args.one == "ngram" else {},
-    )
+    values = {
+        "max_new_tokens": args.tokens,
+        "vllm_cfg": {"precision": "float32", "max_model_len": args.tokens + 32},
+        "vllm_kwargs": {"speculative_config": NGRAM} if args.one == "ngram" else {},
+    }
+    config = build_section("generation", LoneGenerationConfig, values)
     worker = VllmWorker(
         EngineSettings(model=args.model, tokenizer=args.model, cfg=config, device="cpu", seed=0, load_format="auto")
     )

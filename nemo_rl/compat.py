@@ -135,7 +135,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "experience.rollouts": {_CALLS: "run_multi_turn_rollout run_async_multi_turn_rollout=run_multi_turn_rollout"},
     "models.generation": {_CALLS: "configure_generation_config"},
-    "models.generation.vllm": {_CALLS: "VllmGeneration", "models.generation.config": "VllmConfig"},
+    "models.generation.vllm": {_CALLS: "VllmGeneration", "models.generation.vllm.config": "VllmConfig"},
     "utils.checkpoint": {"utils.checkpoint.manager": "CheckpointManager"},
     "utils.config": {
         _CALLS: "OverridesError load_config load_config_with_inheritance=load_config parse_hydra_overrides",

@@ -41,6 +41,7 @@ REGISTRIES = {
     "nemo_rl.models.policy.lm_policy": {"workers", "DRAFTING_WORKER"},
     "nemo_rl.models.policy.generate": {"workers"},
     "nemo_rl.models.generation.vllm.startup": {"WORKER_EXTENSION"},
+    "nemo_rl.models.generation.config": {"ENGINES"},
     # worker classes
     "nemo_rl.models.generation.vllm.generation": {"WORKER", "WORKER_OF_NODE"},
     "nemo_rl.models.generation.sglang.generation": {"WORKER"},

@@ -54,6 +54,7 @@ NULL_IS_THE_DEFAULT = (
     *("loop.reward_shaping", "loop.reward_scaling", "loop.early_stopping", "generation.colocated.resources"),
     *("logger.wandb", "logger.mlflow", "logger.swanlab", "logger.gpu_monitoring"),
     *("generation.top_p", "generation.val_temperature", "generation.val_top_p", "generation.max_new_tokens"),
+    *("generation.sglang_kwargs", "generation.sglang_cfg.env_vars", "generation.sglang_cfg.context_length"),
     *("generation.vllm_cfg.max_model_len", "data.default.processor", "data.default.env_name"),
     *("dataset.split_validation_size", "dataset.repeat", "model.megatron_cfg.attention_backend"),
     *("model.dtensor_cfg.lora_cfg.target_modules", "model.dtensor_cfg.lora_cfg.exclude_modules"),
@@ -64,8 +65,14 @@ NULL_IS_THE_DEFAULT = (
 NULL_IS_OFF = ("model.dtensor_cfg", "checkpointing")
 """Sections that are on by default here: null switches them off."""
 
-TEXTS = ("model.dtensor_cfg.env_vars.*", "model.megatron_cfg.env_vars.*", "generation.vllm_cfg.env_vars.*")
+TEXTS = (
+    *("model.dtensor_cfg.env_vars.*", "model.megatron_cfg.env_vars.*", "generation.vllm_cfg.env_vars.*"),
+    *("generation.sglang_cfg.env_vars.*",),
+)
 """Values that are texts: a number becomes one."""
+
+ARGUMENTS = {"generation.sglang_cfg": "sglang_kwargs"}
+"""Section of an engine that holds its arguments too -> the key of `generation` that has them here."""
 
 OF_ONE_DATASET = (
     *("dataset_name", "data_path", "subset", "split", "split_validation_size", "seed", "download_dir", "input_key"),
@@ -116,6 +123,7 @@ MANY_STEPS = 1_000_000
 """`max_num_steps` from which on epochs end a run."""
 
 _SCHEDULER, _SPECULATION = "megatron_cfg.scheduler", "vllm_kwargs.speculative_config"
+_OF_SGLANG = "generation.sglang_cfg"
 _ASYNC, _LIMITS = "grpo.async_grpo", "vllm_kwargs.limit_mm_per_prompt"
 VALUES: Rules = {
     "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
@@ -169,6 +177,16 @@ VALUES: Rules = {
         )
         for generation in ("policy.generation", "generation")
     },
+    # Engines of SGLang.
+    f"policy.{_OF_SGLANG}.model_path: policy.{_OF_SGLANG}.model_path={{policy.model_name}} -> null": "the policy's",
+    **{
+        f"{_ASYNC}.recompute_kv_cache_after_weight_updates: {_ASYNC}.in_flight_weight_updates and "
+        "policy.generation.backend=sglang and "
+        f"policy.{_OF_SGLANG}.sglang_server_config.pause_generation_mode={mode} -> {value}": (
+            f"{value}, as pause_generation_mode={mode} says"
+        )
+        for mode, value in (("retract", "true"), ("in_place", "false"))
+    },
     # The single controller of NeMo RL: how far sampling may lead training.
     f"{_ASYNC}.enabled: async_rl.sampler.name=[in_order, ready_first, weight_fifo] -> true": "as async_rl.sampler asks",
     **{
@@ -190,6 +208,7 @@ READ_IN_OTHER_KEYS = (
     *("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold", "async_rl.sampler.name"),
     *("async_rl.sampler.max_lookahead_versions", "async_rl.sampler.max_staleness_versions"),
     *("generation.logprobs_mode", f"generation.{_LIMITS}"),
+    f"{_OF_SGLANG}.sglang_server_config.pause_generation_mode",
 )
 """Keys from which `VALUES` makes others."""
 
@@ -342,6 +361,11 @@ class Foreign:
 
 
 _nothing, _is_true = one_of(None, False), one_of(True, None)
+_empty = one_of(None, False, "", [], 0)
+
+
+def _any(value: Any) -> bool:
+    return True
 
 
 def _not_true(value: Any) -> bool:
@@ -367,6 +391,7 @@ def _one_device(section: Any) -> bool:
     return all(size in (None, 1) for key, size in (section or {}).items() if key.endswith("_parallel_size"))
 
 
+_SERVER, _ROUTER = f"{_OF_SGLANG}.sglang_server_config", f"{_OF_SGLANG}.sglang_router_config"
 _MEGATRON, _VLLM, _MCORE = "model.megatron_cfg", "generation.vllm_cfg", "generation.mcore_generation_config"
 _OF_FP8 = (_MEGATRON, f"{_MEGATRON}.fp8_cfg")
 _BFLOAT16_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -398,7 +423,7 @@ WITHOUT_MEANING = (
     *_keys("logger.gpu_monitoring.flush_interval"),
     *_keys("normalize_rewards", "use_leave_one_out_baseline", under="ppo"),
     *_keys("data.num_workers", "dataset.env_name", "dataset.use_preserving_dataset"),
-    *_keys("env.should_log_nemo_gym_responses", "env.nemo_gym", "generation.sglang_cfg", "generation.sglang_kwargs"),
+    *_keys("env.should_log_nemo_gym_responses", "env.nemo_gym", "generation.use_async_rollouts"),
     *_keys("generation.trtllm_*", "generation.dynamo_*"),
     *_keys("enabled", "logprob_batch_size", "max_grad_norm", "generation", under="env.reward_model"),
     *_keys("dynamic_batching", "sequence_packing", "reward_model_cfg", under="env.reward_model"),
@@ -475,6 +500,27 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
     ),
     "a draft has an optimizer of its own": _keys("model.draft.loss_weight", neutral=one_of(0.1, None)),
     "an engine splits experts like its other layers": _keys(f"{_VLLM}.enable_expert_parallel"),
+    "the run decides it for engines of SGLang": (
+        *_keys("random_seed", under=_OF_SGLANG, neutral=one_of(42, None)),
+        *_keys("model_path", "enable_memory_saver", under=_OF_SGLANG, neutral=_any),
+        *_keys("needs_offload", "cpu_weight_backup", under=_SERVER, neutral=one_of(True, None)),
+        *_keys("num_gpus", "sglang_server_concurrency", under=_SERVER, neutral=one_of(None)),
+    ),
+    "the library decides it for engines of SGLang on CPUs": (
+        *_keys("attention_backend", "sampling_backend", "grammar_backend", under=_OF_SGLANG, neutral=one_of(None)),
+        *_keys("disable_radix_cache", "disable_overlap_schedule", "disable_custom_all_reduce", under=_OF_SGLANG),
+        *_keys("disable_cuda_graph", "disable_piecewise_cuda_graph", "cuda_graph_*", under=_OF_SGLANG, neutral=_empty),
+        *_keys("chunked_prefill_size", "enable_torch_compile", "triton_*", under=_OF_SGLANG, neutral=_empty),
+    ),
+    "on a CPU cpu_kv_cache_space_gb decides it": _keys(f"{_OF_SGLANG}.mem_fraction_static", neutral=one_of(None)),
+    "prompts that are too long never reach an engine here": _keys(f"{_OF_SGLANG}.allow_auto_truncate"),
+    "engines of SGLang have no server here, and a client divides the requests": (
+        *_keys("skip_server_warmup", "skip_tokenizer_init", "log_*", "show_time_cost", under=_OF_SGLANG, neutral=_any),
+        *_keys("enable_metrics", "decode_log_interval", "disable_outlines_disk_cache", under=_OF_SGLANG, neutral=_any),
+        *_keys("enable_multithread_load", "enable_fast_load", "enable_p2p_check", under=_OF_SGLANG, neutral=_any),
+        *_keys("enable_nan_detection", under=_OF_SGLANG, neutral=_any),
+        *_keys(f"{_ROUTER}.*", neutral=_any),
+    ),
     "the model decides it": _keys(f"{_MEGATRON}.moe_router_enable_expert_bias"),
     "no version of NeMo RL reads it": (
         *_keys("model.fsdp_offload_enabled", "model.activation_checkpointing_enabled"),
@@ -515,6 +561,23 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
         _without("dataset.processor", "kd_data_processor"),
     ),
     "engines of TensorRT-LLM and Dynamo": (_without("generation.backend", "trtllm", "dynamo"),),
+    "engines of SGLang for another model than the policy's": _keys(f"{_OF_SGLANG}.model_path", neutral=one_of(None)),
+    "engines of SGLang on several devices": (
+        *_keys(
+            "tp_size", "dp_size", "pp_size", "ep_size", "gpus_per_server", under=_OF_SGLANG, neutral=one_of(1, None)
+        ),
+        *_keys("num_gpus_per_engine", under=_SERVER, neutral=one_of(1, None)),
+    ),
+    "generation that a sync aborts": _keys(
+        f"{_SERVER}.pause_generation_mode", neutral=one_of("retract", "in_place", None)
+    ),
+    "a router of SGLang": _keys(f"{_ROUTER}.use_external_router"),
+    "adapters, quantised weights and images in engines of SGLang": (
+        *_keys(
+            "enable_lora", "lora_*", "max_lora*", "torchao_config", "quantization", under=_OF_SGLANG, neutral=_empty
+        ),
+        *_keys("enable_multimodal", "enable_deepep_moe", "enable_ep_moe", "enable_nccl_nvls", under=_OF_SGLANG),
+    ),
     "drafts of EAGLE before version 3": (_without("generation.vllm_kwargs.speculative_config.method", "eagle"),),
     "drafts of a policy that does not generate": _keys("model.draft", neutral=switched_off),
     "quantisation-aware training": (
@@ -599,7 +662,11 @@ SINCE = {
     "NeMo-Gym": "v0.5",
     "environments of video and sound": "v0.6",
     "distillation between different tokenizers": "v0.7",
-    "engines of SGLang": "v0.6",
+    "engines of SGLang on several devices": "v0.6",
+    "engines of SGLang for another model than the policy's": "v0.6",
+    "adapters, quantised weights and images in engines of SGLang": "v0.6",
+    "generation that a sync aborts": "main after v0.7",
+    "a router of SGLang": "main after v0.7",
     "engines of TensorRT-LLM and Dynamo": "main after v0.7",
     "drafts of EAGLE before version 3": "v0.6",
     "quantisation-aware training": "v0.7",
@@ -628,7 +695,6 @@ DECIDES = {
     "NeMo-Gym": ("data", "env", *LOOPS, "policy.generation"),
     "environments of video and sound": ("data", "env"),
     "distillation between different tokenizers": ("data", "loss_fn", "distillation", "teacher", "teachers"),
-    "engines of SGLang": ("policy.generation",),
     "engines of TensorRT-LLM and Dynamo": ("policy.generation",),
     "drafts of EAGLE before version 3": ("policy.generation.vllm_kwargs",),
     "several data loaders": ("data",),
@@ -645,6 +711,7 @@ USED = {
     f"{_MEGATRON}.mtp_use_repeated_layer": "megatron_cfg.mtp_num_layers",
     _MCORE: "backend=megatron",
     _VLLM: "backend=vllm",
+    _OF_SGLANG: "backend=sglang",
     f"{_VLLM}.quantization_ignored_layer_kws": "vllm_cfg.precision=fp8",
     f"{_VLLM}.num_first_layers_in_bf16": "vllm_cfg.precision=fp8",
     f"{_VLLM}.num_last_layers_in_bf16": "vllm_cfg.precision=fp8",

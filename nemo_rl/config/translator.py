@@ -268,6 +268,7 @@ class Translator:
             if not self._holds(condition, section)
         ]
         self._arguments_of_classes(keys)
+        self._arguments_of_engines(keys, off)
         unbounded = [self._without_threshold(at, path) for at, path in places("loop.stop_at_validation_metric", values)]
         is_translated = bool(self.remarks)
         self._translate_values(table.VALUES, off)
@@ -335,6 +336,21 @@ class Translator:
                     self._put((*section, "kwargs"), {**self.tree.get((*section, "kwargs")), key: self.tree.get(place)})
                     self.tree.delete(place)
                     self.remark(place, "an argument of the class: a key of kwargs today")
+
+    def _arguments_of_engines(self, keys: Collection[str], off: list[KeyPath]) -> None:
+        """Keys of an engine's section that neither this library nor the table has become arguments of the engine."""
+        for pattern, name in table.ARGUMENTS.items():
+            for _, path in places(pattern, self.tree.values):
+                section = self.tree.get(path)
+                for key in list(section) if isinstance(section, dict) else ():
+                    place, new = (*path, key), (*path[:-1], name, key)
+                    if dotted(place) in keys or self.is_known(place) or isinstance(section[key], dict):
+                        continue
+                    if path in off:
+                        self.tree.delete(place)
+                        self.remark(path, "has no effect: it belongs to what is switched off")
+                    else:
+                        self._move(place, new, f"an argument of the engine: {dotted(new)} today")
 
     def _without_threshold(self, section: KeyPath, path: KeyPath) -> Problem | None:
         """The problem of a metric that would end the run at no value; the metric is taken out then."""

@@ -28,7 +28,7 @@ from nemo_rl.distributed.processor import BFLOAT16_FLAGS, lacks_bfloat16, proces
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray, shutdown_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 from nemo_rl.utils.folders import hub_failure, hub_is_off
-from nemo_rl.utils.venvs import shortfall
+from nemo_rl.utils.venvs import made_environments, shortfall
 
 MIN_OPEN_FILES = 4096
 MIN_FREE_PORTS = 1000
@@ -121,6 +121,14 @@ def examine_versions() -> Finding:
     return judged(not wrong, "versions", ", ".join(wrong) or shown, "run `uv sync` with the extra of this machine")
 
 
+def examine_environments() -> Finding:
+    """Environments of workers that the driver's own does not serve."""
+    made = made_environments()
+    has_uv = shutil.which("uv") is not None
+    text = f"{', '.join(made) or 'none'} made; uv makes others when a worker needs them"
+    return judged(has_uv, "environments", text, "uv is not on PATH: install it, or only these can be used", "remark")
+
+
 def examine_shared_memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage("/dev/shm").free
@@ -192,7 +200,7 @@ class DoctorWorker:
 
     def check(self, folders: list[str], gpus: int) -> list[Finding]:
         """Findings of this machine. `gpus`: how many GPUs a run uses here."""
-        machine = [examine_machine(), examine_gpus(gpus), examine_versions()]
+        machine = [examine_machine(), examine_gpus(gpus), examine_versions(), examine_environments()]
         if gpus == 0:
             machine.insert(1, examine_processor(processor_flags()))
         limits = [examine_shared_memory(), examine_open_files(), examine_ports(), examine_processes(process_limits())]

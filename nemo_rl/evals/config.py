@@ -18,7 +18,7 @@ from nemo_rl.environments.config import (
     judges_of,
     sections_of,
 )
-from nemo_rl.models.generation.config import GenerationConfig, SglangConfig, VllmConfig, variable_rules
+from nemo_rl.models.generation.config import DEFAULT_ENGINE, LONGEST_ALONE, LoneGenerationConfig, run_rules
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.config import ClusterConfig
 
@@ -54,31 +54,8 @@ class EvalConfig(StrictModel):
     """Time limit for one step of an environment; past it the sample counts as failed."""
 
 
-class EvalVllmConfig(VllmConfig):
-    """The vLLM engine."""
-
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of weights and activations."""
-
-    max_model_len: int = Field(default=2048, ge=1)
-    """Tokens of the longest sequence, prompt included: where a completion is cut."""
-
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Fraction of the GPU's memory for weights and KV cache."""
-
-
-class EvalSglangConfig(SglangConfig):
-    """The SGLang engine, which evaluates nothing yet."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of weights, activations and cache."""
-
-    context_length: int = Field(default=2048, ge=1)
-    """Tokens of the longest sequence, prompt included."""
-
-
-class EvalGenerationConfig(GenerationConfig):
-    """The model, sampling parameters and the vLLM engine."""
+class EvalGenerationConfig(LoneGenerationConfig):
+    """The model, sampling parameters and the engine."""
 
     model_name: str
     """Hugging Face name or folder, `tiny:arithmetic`, a checkpoint (`results/grpo/step_100`), or a folder of
@@ -87,22 +64,15 @@ class EvalGenerationConfig(GenerationConfig):
     num_prompts_per_step: int = Field(default=-1, ge=-1)
     """Prompts under way at a time; -1: as many as keep the engines busy."""
 
-    max_new_tokens: Annotated[int, Derived("${.vllm_cfg.max_model_len}"), Field(ge=1)]
-    """Tokens of the longest completion of one turn."""
-
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
 
-    vllm_cfg: EvalVllmConfig
-
-    sglang_cfg: EvalSglangConfig
-
     rules: ClassVar = {
         "num_prompts_per_step=0": "must be 1 or more, or -1 to keep the engines busy -> num_prompts_per_step=-1",
-        "vllm_cfg.expose_http_server": (
-            "an evaluation ends before anybody could ask -> vllm_cfg.expose_http_server=false"
+        "{engine_key}.expose_http_server: engine.expose_http_server": (
+            "an evaluation ends before anybody could ask -> {engine_key}.expose_http_server=false"
         ),
-        "backend != vllm": "{backend} is for training, whose policy generates -> backend=vllm",
+        "backend: is_by_policy": f"{{backend}} is for training, whose policy generates -> backend={DEFAULT_ENGINE}",
         "colocated.enabled=false": "nothing trains here, so engines have all machines -> colocated.enabled=true",
         **{
             f"val_{name} != {{{name}}}": (
@@ -201,7 +171,7 @@ class EvalDataConfig(EvalDatasetConfig):
     max_images: int = Field(default=8, ge=1)
     """The most images of a problem; for vision-language models."""
 
-    max_input_seq_length: Annotated[int, Derived("${generation.vllm_cfg.max_model_len}"), Field(ge=1)]
+    max_input_seq_length: Annotated[int, Derived(f"${{generation.{LONGEST_ALONE}}}"), Field(ge=1)]
     """Tokens of the longest prompt; longer ones are left out and counted."""
 
     @property
@@ -248,13 +218,7 @@ class EvalMasterConfig(ChoosesWorkers):
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
 
     rules: ClassVar = {
-        "generation.vllm_cfg.precision=fp8 requires cluster.use_gpus": (
-            "fp8 runs on GPUs only; use the precision of the weights"
-        ),
-        "generation.vllm_cfg.kv_cache_dtype != auto requires cluster.use_gpus": (
-            "{generation.vllm_cfg.kv_cache_dtype} runs on GPUs only -> generation.vllm_cfg.kv_cache_dtype=auto"
-        ),
-        **variable_rules("generation.vllm_cfg"),
+        **run_rules("generation"),
         "eval.k_value > {eval.num_tests_per_prompt}": (
             "{eval.k_value} is more than eval.num_tests_per_prompt={eval.num_tests_per_prompt}, and four times as many "
             "make a good estimate -> eval.num_tests_per_prompt={eval.k_value} and generation.temperature="
@@ -265,19 +229,19 @@ class EvalMasterConfig(ChoosesWorkers):
             "{eval.num_tests_per_prompt}) -> generation.temperature={sampling_temperature} | "
             "eval.num_tests_per_prompt=1"
         ),
-        "data.max_input_seq_length > {generation.vllm_cfg.max_model_len}": (
-            "{data.max_input_seq_length} is more than generation.vllm_cfg.max_model_len="
-            "{generation.vllm_cfg.max_model_len}: such prompts could never be answered -> "
-            "data.max_input_seq_length={generation.vllm_cfg.max_model_len}"
+        "data.max_input_seq_length > {generation.engine.longest_sequence}": (
+            "{data.max_input_seq_length} is more than generation.{generation.length_path}="
+            "{generation.engine.longest_sequence}: such prompts could never be answered -> "
+            "data.max_input_seq_length={generation.engine.longest_sequence}"
         ),
     }
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from check_sections(self.env, self.eval.env_step_timeout_s)
-        size, per_node = self.generation.vllm_cfg.engine_size, self.cluster.workers_per_node
+        size, per_node = self.generation.engine.engine_size, self.cluster.workers_per_node
         if per_node % size:
             text = f"engines of {size} do not fill nodes of {per_node} {self.cluster.kind}"
-            yield "generation.vllm_cfg.tensor_parallel_size", f"{text}; these would: {divisors(per_node)}"
+            yield f"generation.{self.generation.tensor_path}", f"{text}; these would: {divisors(per_node)}"
         for index, dataset in enumerate(self.data.chosen):
             yield from self._check_environment(dataset, f"data.datasets.{index}" if self.data.datasets else "data")
 

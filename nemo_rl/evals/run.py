@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.interruption import Interruption
 from nemo_rl.algorithms.parts.devices import Devices
@@ -40,7 +40,7 @@ from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.evals.metrics import SCORED, Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.generation.replicas import engines_of
 from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
@@ -112,15 +112,16 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     data = load_eval_data(config)
     environments = Environments.prepare(config.env, data.environments)
     model = prepare_eval_model(config)
+    engines_of(config.generation.backend).check(config.generation, model.config)
     images = image_reader(model.processor_path, config.data.max_images)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length, images)
-    check_prompts(process, data.prompts, "evaluation", config.generation.vllm_cfg.key("max_model_len"))
+    check_prompts(process, data.prompts, "evaluation", config.generation.key(config.generation.length_path))
     sampling = vars(sampling_params(config.generation, model.tokenizer))
     # The order of the keys is part of the folder's name.
     order = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
-    engine, decisive = config.generation.vllm_cfg, {"kv_cache_dtype"}
+    engine, chat = config.generation.engine, set[str]()
     if any(config.env[name].type == "agent" for name in data.environments):
-        decisive.add("http_server_serving_chat_kwargs")
+        chat.add("http_server_serving_chat_kwargs")
     identity = {
         **model.identity,
         **data.identity(config),
@@ -128,11 +129,12 @@ def prepare(config: EvalMasterConfig) -> Inputs:
         "generation": {
             **{key: sampling[key] for key in order},
             **({"bad_words": sampling["bad_words"]} if sampling["bad_words"] else {}),
-            "max_model_len": engine.max_model_len,
-            "precision": engine.precision,
-            "vllm_kwargs": config.generation.vllm_kwargs,
+            "max_model_len": engine.longest_sequence,
+            "precision": engine.wire_dtype,
+            engine.kwargs_key: config.generation.arguments,
             # Defaults are not part of the folder's name.
-            **engine.model_dump(include=decisive, exclude_defaults=True),
+            **engine.of_samples(),
+            **engine.model_dump(include=chat, exclude_defaults=True),
         },
     }
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") for name in (config.generation.model_name, *data.tasks)]
@@ -209,7 +211,7 @@ def _start(config: EvalMasterConfig, command: Command, inputs: Inputs) -> tuple[
     cluster, accelerator = devices.cluster, devices.accelerator
     # Created first, so that they start while the model loads.
     environments = inputs.environments.start(command, cluster)
-    generation = VllmGeneration(
+    generation = engines_of(config.generation.backend)(
         cluster,
         EngineSettings(
             model=inputs.model.model_path,
@@ -230,14 +232,14 @@ def _start(config: EvalMasterConfig, command: Command, inputs: Inputs) -> tuple[
         environments=environments,
         env=config.env,
         limits=EpisodeLimits(
-            max_turns=config.eval.max_rollout_turns, max_total_tokens=config.generation.vllm_cfg.max_model_len
+            max_turns=config.eval.max_rollout_turns, max_total_tokens=config.generation.engine.longest_sequence
         ),
         env_step_timeout_s=config.eval.env_step_timeout_s,
         worker_timeout_s=machines.worker_timeout_s,
         seed=config.eval.seed,
         model_name=config.generation.model_name,
         vocab_size=len(inputs.model.tokenizer),
-        vllm=config.generation.vllm_cfg,
+        engine=config.generation.engine,
     )
     collector = RolloutCollector(
         cluster, settings, generation.workers, accelerator, timeout_s=machines.worker_timeout_s
@@ -428,8 +430,8 @@ class _EvaluatedModel(RolloutPolicyConfig):
         """The evaluation's own key."""
         own = {
             "model_name": "generation.model_name",
-            "max_total_sequence_length": "generation.vllm_cfg.max_model_len",
-            "hf_config_overrides": "generation.vllm_kwargs.hf_overrides",
+            "max_total_sequence_length": f"generation.{self.generation.length_path}",
+            "hf_config_overrides": f"generation.{self.generation.engine.kwargs_key}",
         }
         return own.get(name, name)
 
@@ -443,6 +445,7 @@ class EvalModel:
     tokenizer: PreTrainedTokenizerFast
     name: str  # for people
     identity: dict[str, Any]
+    config: PretrainedConfig
     can_share_prompts: bool  # its engines may compute the prompt of several samples once
     processor_path: str | None = None  # see `ModelInputs`
 
@@ -456,14 +459,14 @@ def prepare_eval_model(config: EvalMasterConfig) -> EvalModel:
     name = config.generation.model_name
     path, checkpoint = Path(name).expanduser(), None
     if not (path / "config.json").is_file() and is_checkpoint(path):
-        dtype = config.generation.vllm_cfg.dtype
+        dtype = config.generation.engine.wire_dtype
         checkpoint = model_of_checkpoint(path, dtype=dtype, cache=cache_root(), resolve_base=resolve_model)
     model_path = str(checkpoint.model) if checkpoint is not None else resolve_model(name)
     tokenizer_path = model_path if config.tokenizer.name == name else resolve_model(config.tokenizer.name)
     values: dict[str, Any] = {
         "model_name": name,
-        "precision": config.generation.vllm_cfg.dtype,
-        "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
+        "precision": config.generation.engine.wire_dtype,
+        "max_total_sequence_length": config.generation.engine.longest_sequence,
         "train_global_batch_size": 1,
         "tokenizer": config.tokenizer.model_dump(),
         "generation": config.generation.model_dump(exclude={"model_name", "num_prompts_per_step"}),
@@ -477,6 +480,7 @@ def prepare_eval_model(config: EvalMasterConfig) -> EvalModel:
         tokenizer_path=tokenizer_path,
         tokenizer=tokenizer,
         name=name if checkpoint is None else str(checkpoint.step),
+        config=model,
         processor_path=tokenizer_path if sees_images(model) else None,
         can_share_prompts=can_share_prompts(model),
         identity={

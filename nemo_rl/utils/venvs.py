@@ -117,6 +117,30 @@ def venv_path(name: str, project_root: Path) -> Path:
     return (Path(folder).expanduser().resolve() if folder else project_root / "venvs") / name
 
 
+def package_folder(extra: str, package: str) -> Path | None:
+    """The folder of a package in the environment of `extra`; None as long as that is not made."""
+    root = Path(__file__).resolve().parents[2]
+    return next(venv_path(extra, root).glob(f"lib/python*/site-packages/{package}"), None)
+
+
+def made_environments() -> list[str]:
+    """The extras whose environments are made on this machine."""
+    folder = venv_path("*", Path(__file__).resolve().parents[2])
+    return sorted(path.parent.name for path in folder.parent.glob(f"*/{_STAMP}"))
+
+
+def what_is_missing(extra: str) -> str | None:
+    """Why no environment of `extra` can be had here; None if there is one, or uv makes it when a worker starts."""
+    root = find_project_root()
+    unmet = unmet_requirements(extra, root)
+    if not unmet or (venv_path(extra, root) / _STAMP).is_file() or shutil.which("uv") is not None:
+        return None
+    return (
+        f"{', '.join(unmet)}; its environment {venv_path(extra, root)} is made by uv, which is not on PATH: install uv "
+        f"or the extra {extra!r} where the driver runs"
+    )
+
+
 def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
     """Make the environment of `extra` on this machine unless it is up to date. Returns the path of its Python."""
     path = venv_path(extra, project_root)

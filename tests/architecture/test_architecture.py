@@ -33,6 +33,11 @@ ENGINE_FILES = {
     "megatron": ("models/policy/megatron/*.py",),
     "transformer_engine": ("models/policy/megatron/*.py",),
 }
+# An engine by its name or its keys: in its folder, in the registry, and where NeMo RL's names become ours.
+AN_ENGINE = re.compile(r"vllm_(cfg|kwargs)|sglang|Vllm|=vllm|generation\.vllm|^vllm$")
+MAY_NAME_ENGINES = ("models/generation/vllm/*.py", "models/generation/sglang/*.py", "models/generation/config.py")
+MAY_NAME_ENGINES = (*MAY_NAME_ENGINES, "config/translations.py", "compat.py", "compat_calls.py")
+LISTS_OF_PACKAGES = ("report/recorder.py", "distributed/doctor.py", "utils/folders.py")
 # Never at the top of a module: imported where they are switched on.
 ONLY_INSIDE_FUNCTIONS = {"wandb", "mlflow", "swanlab", "trackio", "tensorboard", "matplotlib"}
 # Configuration is read by `--help`; these would take seconds.
@@ -225,6 +230,19 @@ def swallows_an_exception(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"catches {', '.join(sorted(caught))}"
 
 
+def names_an_engine(path: Path) -> Iterator[tuple[int, str]]:
+    if matches(path, (*MAY_NAME_ENGINES, *LISTS_OF_PACKAGES)):
+        return
+    prose = {node.value for node in blocks(path) if isinstance(node, ast.Expr)}
+    for node in ast.walk(parsed(path)):
+        texts = [vars(node).get(name) for name in ("id", "attr", "arg", "module", "name")]
+        if isinstance(node, ast.Constant) and node not in prose:
+            texts.append(node.value)
+        for text in texts:
+            if isinstance(text, str) and (found := AN_ENGINE.search(text)):
+                yield vars(node).get("lineno", 1), f"{found[0]!r}"
+
+
 def is_package_with_content(path: Path) -> Iterator[tuple[int, str]]:
     if path.name == "__init__.py" and path.parent != PACKAGE and path.stat().st_size > 0:
         yield 1, "is not empty"
@@ -236,6 +254,7 @@ FILE_RULES = {
     prints: "Use logging.getLogger(__name__), or the console for what a person should see:",
     reads_an_attribute_with_a_fallback: "Declare the attribute; a misspelt name must fail:",
     swallows_an_exception: "Name the errors that can happen here, or end the handler in `raise`:",
+    names_an_engine: "Read `generation.engine`, which answers for the engine that the run has:",
     is_package_with_content: "`__init__.py` stays empty; import from the module that owns the name:",
 }
 

@@ -10,6 +10,7 @@ from nemo_rl.algorithms.config.loop import LossConfig, Problems
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
 from nemo_rl.config.rules import Derived, StrictModel, remedy
 from nemo_rl.environments.config import AgentEnvironmentConfig
+from nemo_rl.models.generation.config import DEFAULT_ENGINE
 from nemo_rl.types import PolicyGradientInputs
 
 
@@ -260,7 +261,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
         ),
         "grpo.async_grpo.enabled excludes policy.generation.is_by_policy": (
             "nothing samples while the policy trains if its own workers generate -> grpo.async_grpo.enabled=false | "
-            "policy.generation.backend=vllm and {devices_apart}"
+            f"policy.generation.backend={DEFAULT_ENGINE} and {{devices_apart}}"
         ),
         "grpo.async_grpo.enabled and policy.generation.is_by_policy=false excludes "
         "policy.generation.colocated.enabled": (

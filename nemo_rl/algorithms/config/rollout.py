@@ -32,7 +32,7 @@ from nemo_rl.environments.config import (
     sections_of,
     unknown_type,
 )
-from nemo_rl.models.generation.config import ColocatedConfig, variable_rules
+from nemo_rl.models.generation.config import DEFAULT_ENGINE, ColocatedConfig, run_rules, training_rules
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig, check_batching
 from nemo_rl.utils.config import ClusterConfig
 
@@ -303,6 +303,7 @@ def _part_problems(key: str, number: int, what: str, resources: Mapping[str, int
         )
 
 
+_ENGINE = f"policy.generation.backend={DEFAULT_ENGINE}"
 _BY_POLICY = "the policy's own workers generate (policy.generation.backend={policy.generation.backend})"
 _HF, _MEGATRON = "policy.generation.backend=hf", "policy.generation.backend=megatron and policy.megatron_cfg.enabled"
 _UNSUPPORTED = {
@@ -321,116 +322,57 @@ _UNSUPPORTED = {
 
 _GENERATION_BY_POLICY = {
     "policy.generation.backend=megatron requires policy.megatron_cfg.enabled": (
-        "megatron is for a policy that trains with policy.megatron_cfg -> policy.generation.backend=hf | "
-        "policy.generation.backend=vllm"
+        f"megatron is for a policy that trains with policy.megatron_cfg -> policy.generation.backend=hf | {_ENGINE}"
     ),
     "policy.generation.backend=hf excludes policy.megatron_cfg.enabled": (
-        "hf is for a policy that trains with policy.dtensor_cfg -> policy.generation.backend=megatron | "
-        "policy.generation.backend=vllm"
+        f"hf is for a policy that trains with policy.dtensor_cfg -> policy.generation.backend=megatron | {_ENGINE}"
     ),
     **{
-        f"{layout} and {backend}": (
-            f"not supported yet: {what} where {_BY_POLICY} -> {off} | policy.generation.backend=vllm"
-        )
+        f"{layout} and {backend}": f"not supported yet: {what} where {_BY_POLICY} -> {off} | {_ENGINE}"
         for layout, (backend, what) in _UNSUPPORTED.items()
         for off in [layout.replace(" > 1", "=1") if layout.endswith("1") else f"{layout}=false"]
     },
-    "policy.generation.vllm_cfg.precision != {policy.precision} and policy.generation.is_by_policy": (
+    "policy.generation.{policy.generation.dtype_path}: policy.generation.engine.written_dtype != {policy.precision} "
+    "and policy.generation.is_by_policy": (
         f"{_BY_POLICY}, in policy.precision={{policy.precision}} -> "
-        f"policy.generation.vllm_cfg.precision={{policy.precision}} | policy.generation.backend=vllm"
+        f"policy.generation.{{policy.generation.dtype_path}}={{policy.precision}} | {_ENGINE}"
     ),
-    "policy.generation.vllm_cfg.tensor_parallel_size != 1 and policy.generation.is_by_policy": (
-        f"{_BY_POLICY}, cut as policy.{{policy.backend_key}} says -> policy.generation.vllm_cfg.tensor_parallel_size=1"
+    "policy.generation.{policy.generation.tensor_path}: policy.generation.engine.tensor_size != 1 and "
+    "policy.generation.is_by_policy": (
+        f"{_BY_POLICY}, cut as policy.{{policy.backend_key}} says -> "
+        "policy.generation.{policy.generation.tensor_path}=1"
     ),
-    "policy.generation.vllm_kwargs and policy.generation.is_by_policy": (
-        f"{_BY_POLICY} and know none of {{policy.generation.vllm_kwargs}}; remove them"
-    ),
+    "policy.generation.{policy.generation.engine.kwargs_key}: policy.generation.arguments and "
+    "policy.generation.is_by_policy": f"{_BY_POLICY} and know none of {{policy.generation.arguments}}; remove them",
     "policy.generation.bad_words and policy.generation.is_by_policy": (
         f"not supported yet: texts that are never sampled where {_BY_POLICY} -> policy.generation.bad_words=null | "
-        "policy.generation.backend=vllm"
+        f"{_ENGINE}"
     ),
     "policy.generation.colocated.enabled=false and policy.generation.is_by_policy": (
-        f"{_BY_POLICY}: they have no resources of their own -> policy.generation.colocated.enabled=true | "
-        "policy.generation.backend=vllm"
+        f"{_BY_POLICY}: they have no resources of their own -> policy.generation.colocated.enabled=true | {_ENGINE}"
     ),
 }
 
-_UNSUPPORTED_BY_SGLANG = {
-    "cluster.use_gpus": ("GPUs", None),
-    "policy.generation.vllm_cfg.expose_http_server": (
-        "the OpenAI-compatible server",
-        "policy.generation.vllm_cfg.expose_http_server=false",
-    ),
-    "policy.generation.vllm_kwargs": ("arguments of vLLM (remove them)", None),
-    "policy.generation.bad_words": ("texts that are never sampled", "policy.generation.bad_words=null"),
-    "policy.generation.top_p < 1": (
-        "logprobs after top_p, with which training computes",
-        "policy.generation.top_p=1",
-    ),
-    "policy.generation.top_k": ("logprobs after top_k, with which training computes", "policy.generation.top_k=null"),
-    "policy.router_replay.enabled": ("the experts of tokens", "policy.router_replay.enabled=false"),
-    "policy.dtensor_cfg.lora_cfg.refit=adapter": (
-        "adapters apart from their weights",
-        "policy.dtensor_cfg.lora_cfg.refit=merged",
-    ),
-    "policy.generation.sglang_cfg.dtype != float32": (
-        "another data type than float32",
-        "policy.precision=float32 and policy.generation.sglang_cfg.dtype=float32",
-    ),
-}
-"""What engines of SGLang cannot do -> (its name, what switches it off if anything does)."""
-
-_SGLANG = {
-    **{
-        f"{condition} and policy.generation.backend=sglang": (
-            f"not supported yet: {what} with engines of SGLang -> "
-            + " | ".join([*([] if off is None else [off]), "policy.generation.backend=vllm"])
-        )
-        for condition, (what, off) in _UNSUPPORTED_BY_SGLANG.items()
-    },
-    "data.max_input_seq_length > {policy.generation.sglang_cfg.context_length} and policy.generation.backend=sglang": (
-        "{data.max_input_seq_length} is more than policy.generation.sglang_cfg.context_length="
-        "{policy.generation.sglang_cfg.context_length}: such prompts could never be answered -> "
-        "data.max_input_seq_length={policy.generation.sglang_cfg.context_length}"
-    ),
-}
+_SERVER = "policy.generation.{policy.generation.engine_key}.expose_http_server"
 
 _ENGINES = {
-    "policy.generation.vllm_cfg.precision=fp8 and policy.generation.backend=vllm requires cluster.use_gpus": (
-        "fp8 runs on GPUs only -> policy.generation.vllm_cfg.precision={policy.precision}"
-    ),
-    "policy.generation.vllm_cfg.kv_cache_dtype != auto and policy.generation.backend=vllm requires cluster.use_gpus": (
-        "{policy.generation.vllm_cfg.kv_cache_dtype} runs on GPUs only -> "
-        "policy.generation.vllm_cfg.kv_cache_dtype=auto"
-    ),
-    **variable_rules("policy.generation.vllm_cfg"),
+    **run_rules("policy.generation"),
+    **training_rules("policy.generation"),
     # The OpenAI-compatible server needs engines that answer at any time.
-    "policy.generation.vllm_cfg.expose_http_server excludes rollout.replay_from": (
-        "no engine is started with {algorithm}.replay_from -> policy.generation.vllm_cfg.expose_http_server=false"
+    f"{_SERVER}: policy.generation.engine.expose_http_server excludes rollout.replay_from": (
+        f"no engine is started with {{algorithm}}.replay_from -> {_SERVER}=false"
     ),
-    "policy.generation.vllm_cfg.expose_http_server excludes policy.generation.is_by_policy": (
-        "workers that train cannot answer -> policy.generation.vllm_cfg.expose_http_server=false | "
-        "policy.generation.backend=vllm and {devices_apart}"
+    f"{_SERVER}: policy.generation.engine.expose_http_server excludes policy.generation.is_by_policy": (
+        f"workers that train cannot answer -> {_SERVER}=false | {_ENGINE} and {{devices_apart}}"
     ),
-    "policy.generation.vllm_cfg.expose_http_server and policy.generation.backend=vllm and cluster.use_gpus excludes "
-    "policy.generation.colocated.enabled": (
-        "colocated engines sleep while the policy trains -> {devices_apart} | "
-        "policy.generation.vllm_cfg.expose_http_server=false"
+    f"{_SERVER}: policy.generation.engine.expose_http_server and policy.generation.is_by_policy=false and "
+    "cluster.use_gpus excludes policy.generation.colocated.enabled": (
+        f"colocated engines sleep while the policy trains -> {{devices_apart}} | {_SERVER}=false"
     ),
     # Routing replay needs the experts that every token went through.
     "policy.router_replay.enabled and policy.generation.is_by_policy requires rollout.replay_from": (
         "policy.generation.backend={policy.generation.backend} does not say which experts a token went through -> "
-        "policy.router_replay.enabled=false | policy.generation.backend=vllm"
-    ),
-    "policy.generation.vllm_cfg.pipeline_parallel_size > 1 and policy.router_replay.enabled requires "
-    "rollout.replay_from": (
-        "engines of one stage alone return the experts of tokens, which policy.router_replay.enabled=true needs -> "
-        "policy.generation.vllm_cfg.pipeline_parallel_size=1 | policy.router_replay.enabled=false"
-    ),
-    "policy.generation.vllm_cfg.enable_prefix_caching=false and policy.router_replay.enabled and cluster.use_gpus "
-    "requires rollout.replay_from": (
-        "vLLM returns the experts of tokens, which policy.router_replay.enabled=true needs, only with a prefix cache "
-        "-> policy.generation.vllm_cfg.enable_prefix_caching=true | policy.router_replay.enabled=false"
+        f"policy.router_replay.enabled=false | {_ENGINE}"
     ),
 }
 
@@ -442,10 +384,10 @@ _SAMPLING = {
         "cumulative sums on GPUs come in any order, and policy.generation.top_p needs them -> "
         "policy.generation.top_p=1 | policy.deterministic=false"
     ),
-    "data.max_input_seq_length > {policy.generation.vllm_cfg.max_model_len}": (
-        "{data.max_input_seq_length} is more than policy.generation.vllm_cfg.max_model_len="
-        "{policy.generation.vllm_cfg.max_model_len}: such prompts could never be answered -> "
-        "data.max_input_seq_length={policy.generation.vllm_cfg.max_model_len}"
+    "data.max_input_seq_length > {policy.generation.engine.longest_sequence}": (
+        "{data.max_input_seq_length} is more than policy.generation.{policy.generation.length_path}="
+        "{policy.generation.engine.longest_sequence}: such prompts could never be answered -> "
+        "data.max_input_seq_length={policy.generation.engine.longest_sequence}"
     ),
     "{algorithm}.replay_from: rollout.replay_from excludes rollout.validates": (
         "no engine is started that could answer validation prompts -> {no_validation}"
@@ -483,7 +425,7 @@ class RolloutMasterConfig(RunConfig):
     env: EnvSection
     """Environments that answer and reward samples, by name."""
 
-    rules: ClassVar = {**_GENERATION_BY_POLICY, **_ENGINES, **_SGLANG, **_SAMPLING, **saving_rules("policy")}
+    rules: ClassVar = {**_GENERATION_BY_POLICY, **_ENGINES, **_SAMPLING, **saving_rules("policy")}
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -593,17 +535,14 @@ class RolloutMasterConfig(RunConfig):
 
     def _check_engines(self) -> Problems:
         """Check that engines fill the machines. An engine spans nodes only by its pipeline stages."""
-        if self.policy.generation.backend == "sglang":  # an engine on each worker
-            return
-        vllm, is_colocated = self.policy.generation.vllm_cfg, self.policy.generation.colocated.enabled
+        engine, is_colocated = self.policy.generation.engine, self.policy.generation.colocated.enabled
         num_workers, per_node = self.generation_cluster.num_workers, self.generation_cluster.workers_per_node
-        size, kind = vllm.engine_size, self.cluster.kind
-        wide, deep = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
-        section = "policy.generation.vllm_cfg"
-        key, text = f"{section}.tensor_parallel_size", str(size)
-        if deep > 1:
-            key = f"{section}.pipeline_parallel_size"
-            text = f"{deep} x tensor_parallel_size={wide} = {size}"
+        size, kind = engine.engine_size, self.cluster.kind
+        wide, deep = engine.tensor_size, engine.pipeline_size
+        key, text = engine.key(engine.tensor_key), str(size)
+        if deep > 1 and engine.pipeline_key is not None:
+            key = engine.key(engine.pipeline_key)
+            text = f"{deep} x {engine.tensor_key}={wide} = {size}"
         if num_workers % size:
             which = "of the cluster" if is_colocated else "that generate"
             works = divisors(num_workers, near=size)
@@ -613,8 +552,8 @@ class RolloutMasterConfig(RunConfig):
             yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
         elif size > per_node and is_colocated:
             tensor = max(part for part in range(1, per_node + 1) if part <= wide and per_node % part == 0)
-            sizes = {"tensor_parallel_size": (wide, tensor), "pipeline_parallel_size": (deep, per_node // tensor)}
-            fits = " and ".join(f"{section}.{name}={new}" for name, (old, new) in sizes.items() if new < old)
+            sizes = {engine.tensor_key: (wide, tensor), engine.pipeline_key: (deep, per_node // tensor)}
+            fits = " and ".join(f"{engine.key(name)}={new}" for name, (old, new) in sizes.items() if name and new < old)
             # Pipeline stages alone may be on different nodes, and of engines on devices of their own.
             fix = remedy(fits, *([self.devices_apart] if wide <= per_node else []))
             text = f"an engine of {text} spans nodes of {per_node} {kind}, and it must fit one"
@@ -622,9 +561,9 @@ class RolloutMasterConfig(RunConfig):
         elif size > per_node and per_node % wide:
             works = divisors(per_node, near=wide)
             yield (
-                f"{section}.tensor_parallel_size",
-                f"{wide} devices that share every layer have to be on one node of {per_node} "
-                f"{kind}; set it to one of {works}, and pipeline_parallel_size to span nodes",
+                engine.key(engine.tensor_key),
+                f"{wide} devices that share every layer have to be on one node of {per_node} {kind}; set it to one of "
+                f"{works}" + (f", and {engine.pipeline_key} to span nodes" if engine.pipeline_key else ""),
             )
         elif size > per_node and size % per_node:
             yield key, f"an engine of {text} does not fill nodes of {per_node} {kind}; make it a multiple of {per_node}"

@@ -14,7 +14,7 @@ from nemo_rl.environments.agents.config import AgentEnvironmentConfig
 from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.environments.registry import MAX_RESTARTS
-from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.generation.engine_config import EngineConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
 from nemo_rl.rollouts.agents.frozen import FrozenModel, frozen_generate
 from nemo_rl.rollouts.agents.play import Agents, AgentSettings
@@ -25,10 +25,10 @@ from nemo_rl.utils.tokenizer import decode, encode
 
 
 def answer_settings(
-    model: str, tokenizer: PreTrainedTokenizerBase, vllm: VllmConfig, vocab_size: int, max_model_len: int
+    model: str, tokenizer: PreTrainedTokenizerBase, engine: EngineConfig, vocab_size: int, max_model_len: int
 ) -> AnswerSettings:
     """How requests in OpenAI's format become tokens, and completions become answers."""
-    chat = vllm.http_server_serving_chat_kwargs
+    chat = engine.http_server_serving_chat_kwargs
     return AnswerSettings(
         model=model,
         make_chat=partial(ServedChat, tokenizer, chat.default_chat_template_kwargs),
@@ -48,7 +48,7 @@ def make_connect_agents(
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
-    vllm: VllmConfig,
+    engine: EngineConfig,
     max_calls: int,
     max_model_len: int,
     env_step_timeout_s: float,
@@ -58,7 +58,7 @@ def make_connect_agents(
     `actors`: section of `env` -> actor handles. `name`: the model's. `max_calls`: calls of the model in an episode at
     most. `max_model_len`: tokens of the engine's longest sequence.
     """
-    answers = answer_settings(name, tokenizer, vllm, vocab_size, max_model_len)
+    answers = answer_settings(name, tokenizer, engine, vocab_size, max_model_len)
     settings = {
         section: AgentSettings(
             name=section,
@@ -73,7 +73,9 @@ def make_connect_agents(
         for section, config in sections.items()
     }
     frozen = {
-        section: {role: None if model is None else _start_frozen(model, vllm.dtype) for role, model in c.roles.items()}
+        section: {
+            role: None if model is None else _start_frozen(model, engine.wire_dtype) for role, model in c.roles.items()
+        }
         for section, c in sections.items()
     }
     judges = {section: config.environment for section, config in sections.items()}

@@ -50,7 +50,7 @@ class RolloutDevices:
         """Book the bundles of training and, if it has resources of its own, of generation."""
         config, sampled, recorded = run.config, run.config.policy.generation, run.config.rollout.replay_from
         # On each bundle that generates: engine, rollout worker and, if it is enabled, the HTTP server.
-        num_generating = 3 if sampled.vllm_cfg.expose_http_server else 2
+        num_generating = 3 if sampled.engine.expose_http_server else 2
         # The worker that reads a record runs beside the policy, as colocated generation does.
         is_colocated = sampled.colocated.enabled or recorded is not None
         num_groups = 1 + num_generating * is_colocated + sum(not further.is_apart for further in config.further_models)

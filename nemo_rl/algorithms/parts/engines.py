@@ -10,9 +10,7 @@ from nemo_rl.algorithms.parts.devices import Devices, RolloutDevices
 from nemo_rl.algorithms.parts.model import Model
 from nemo_rl.algorithms.run import Run
 from nemo_rl.models.generation.interfaces import GENERATION, EngineSettings, GenerationInterface
-from nemo_rl.models.generation.replicas import EngineGeneration
-from nemo_rl.models.generation.sglang.generation import SglangGeneration
-from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.generation.replicas import EngineGeneration, engines_of
 from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
@@ -65,7 +63,7 @@ def start_with_engines[ConfigT: RolloutMasterConfig](
 
         draft = draft_config(config.policy, model.config)
 
-    engine_class = SglangGeneration if config.policy.generation.backend == "sglang" else VllmGeneration
+    engine_class = engines_of(config.policy.generation.backend)
 
     def start_engines() -> EngineGeneration:
         generation = engine_class(
@@ -130,7 +128,7 @@ def make_refit(
         generation,
         accelerator,
         transport=generation.transport,
-        wire_dtype=settings.engine.dtype,
+        wire_dtype=settings.engine.wire_dtype,
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
         rendezvous=rendezvous,
         recompute_kv_cache=config.recomputes_kv_cache,
@@ -151,8 +149,8 @@ def start_self_generation[ConfigT: RolloutMasterConfig](
     generation = HfGeneration(
         training.cluster,
         policy,
-        max_model_len=config.policy.generation.engine.max_model_len,
-        length_key=config.policy.generation.engine.key(config.policy.generation.engine.length_key),
+        max_model_len=config.policy.generation.engine.longest_sequence,
+        length_key=config.policy.generation.key(config.policy.generation.length_path),
         max_batch_size=config.policy.generation.own_batch_size,
         timeout_s=config.cluster.worker_timeout_s,
     )

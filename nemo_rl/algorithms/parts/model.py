@@ -76,7 +76,7 @@ class Model:
             counts = (model.get_text_config().to_dict().get(name) for name in PREDICTION_HEADS)
             if not any(counts):
                 raise ValueError(
-                    f"{policy.generation.key('vllm_kwargs.speculative_config.method')}=mtp: config.json of "
+                    f"{policy.generation.key(policy.generation.speculation_path)}.method=mtp: config.json of "
                     f"{policy.model_name!r} names no prediction heads ({' or '.join(PREDICTION_HEADS)}); set ngram"
                 )
         metric = checkpointing.metric_name if checkpointing.enabled else None

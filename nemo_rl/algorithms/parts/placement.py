@@ -110,7 +110,7 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
 
 def describe_evaluation(cfg: EvalMasterConfig) -> str:
     """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
-    cluster, size, samples = cfg.cluster, cfg.generation.vllm_cfg.engine_size, cfg.eval.num_tests_per_prompt
+    cluster, size, samples = cfg.cluster, cfg.generation.engine.engine_size, cfg.eval.num_tests_per_prompt
     metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
     greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
     lines = _worker_lines(cfg)
@@ -120,7 +120,7 @@ def describe_evaluation(cfg: EvalMasterConfig) -> str:
         judge = cfg.environment_of(dataset)
         lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
     engines, device = cluster.num_workers // size, "GPU" if cluster.use_gpus else "CPU worker"
-    lines += ["", f"{engines} vLLM engine(s) of {size} {device}(s):"]
+    lines += ["", f"{engines} {cfg.generation.engine.title} engine(s) of {size} {device}(s):"]
     for engine in range(engines):
         node, first = divmod(engine * size, cluster.workers_per_node)
         devices = ", ".join(str(first + number) for number in range(size))
@@ -184,12 +184,12 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     if not generation.colocated.enabled:
         rows = {"training": f"{_where(cluster)}", **rows}
         where = f"on {_where(cfg.generation_cluster)} of its own; weights by {'NCCL' if cluster.use_gpus else 'gloo'}"
-    rows["generation"] = f"{generation.engine.name}, {engines} of {_count(engine_size, _device(cluster))}, {where}"
+    rows["generation"] = f"{generation.engine.title}, {engines} of {_count(engine_size, _device(cluster))}, {where}"
     if generation.is_by_policy:
         rows["generation"] = "by the policy's own workers"
     if cfg.rollout.replay_from is not None:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
-    elif generation.backend == "vllm" and not (cluster.use_gpus or "enable_prefix_caching" in generation.vllm_kwargs):
+    elif not (generation.is_by_policy or cluster.use_gpus):
         times, found = cfg.rollout.num_generations_per_prompt, local_config(cfg.policy)
         if found is not None:
             is_shared = generation.shares_prompts_on_cpu and can_share_prompts(found)
@@ -442,7 +442,10 @@ def memory_of_cpu_run(cfg: TrainingConfig | EvalMasterConfig) -> float | None:
     model = ModelShape.of(found)
     if not isinstance(cfg, EvalMasterConfig):
         return _sum_of_peaks(cfg, phases_of(cfg, model, machine))
-    engine = [*process_parts(machine, "vllm"), *predict_engine(cfg.generation, model, machine)]
+    engine = [
+        *process_parts(machine, cfg.generation.engine.library_bytes),
+        *predict_engine(cfg.generation, model, machine),
+    ]
     return cfg.cluster.num_workers * sum(part.num_bytes for part in engine) + OTHERS_BYTES
 
 
@@ -555,10 +558,12 @@ def _layouts(
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     sizes = [size for size in (1, 2, 4, 8) if gpus_per_node % size == 0 and heads % size == 0]
     num_gpus, longest = num_nodes * gpus_per_node, policy.max_total_sequence_length
-    samples = isinstance(cfg, RolloutMasterConfig)
+    sampled = cfg.policy.generation if isinstance(cfg, RolloutMasterConfig) else None
     sequences = cfg.sequences_per_row if isinstance(cfg, SupervisedMasterConfig) else 1
     tokens = [count for count in MB_TOKENS if count >= longest * sequences] or [longest * sequences]
-    for tensor, engine, recomputes, count in product(sizes, sizes if samples else [0], (False, True), tokens):
+    for tensor, engine, recomputes, count in product(
+        sizes, sizes if sampled is not None else [0], (False, True), tokens
+    ):
         if policy.train_global_batch_size % (num_gpus // tensor):
             continue
         yield {
@@ -566,7 +571,7 @@ def _layouts(
             "cluster.gpus_per_node": gpus_per_node,
             "policy.dtensor_cfg.tensor_parallel_size": tensor,
             "policy.dtensor_cfg.activation_checkpointing": recomputes,
-            **({"policy.generation.vllm_cfg.tensor_parallel_size": engine} if samples else {}),
+            **({sampled.key(sampled.tensor_path): engine} if sampled is not None else {}),
             **({"policy.dynamic_batching.enabled": False} if policy.dynamic_batching.enabled else {}),
             "policy.sequence_packing.enabled": True,
             "policy.sequence_packing.train_mb_tokens": count,

@@ -18,6 +18,7 @@ from nemo_rl.algorithms.parts.worker_settings import sampling_params, worker_set
 from nemo_rl.algorithms.run import Run
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
 from nemo_rl.environments.registry import wait_for_envs
+from nemo_rl.models.generation.replicas import engines_of
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.vision.families import image_token_id
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -54,10 +55,12 @@ class Rollouts:
         Raises:
             ValueError, FileNotFoundError, CheckpointError: with the key to change.
         """
-        rollout, vllm = config.rollout, config.policy.generation.vllm_cfg
+        rollout, engine = config.rollout, config.policy.generation.engine
         model = Model.prepare(config.policy, config.checkpointing)
-        prompts = Prompts.prepare(config, model)
         starts = rollout.replay_from is None
+        if starts and not config.policy.generation.is_by_policy:
+            engines_of(config.policy.generation.backend).check(config.policy.generation, model.config)
+        prompts = Prompts.prepare(config, model)
         environments = Environments.prepare(config.env, prompts.data.task_to_env.values(), starts=starts)
         environments.check_metadata(prompts.process, prompts.datasets())
         identity = model.identity | prompts.identity(config)
@@ -67,10 +70,10 @@ class Rollouts:
         saved = {"policy": (config.policy, model), **trained}
         configs = {folder: (policy, found.config) for folder, (policy, found) in saved.items()}
         saves = Saves.prepare(config, configs, identity)
-        if vllm.expose_http_server:
+        if engine.expose_http_server:
             from nemo_rl.algorithms.parts.server import http_server_token
 
-            http_server_token(vllm.http_server)
+            http_server_token(engine)
         sampling = sampling_params(config.policy.generation, model.tokenizer)
         return cls(model=model, prompts=prompts, environments=environments, sampling=sampling, saves=saves)
 
@@ -109,7 +112,7 @@ class Rollouts:
             collector.use_generation(parts.generation.workers)
         run.stack.callback(collector.shutdown)
         server = None
-        if sampled.vllm_cfg.expose_http_server:
+        if sampled.engine.expose_http_server:
             from nemo_rl.algorithms.parts.server import EngineServer
 
             assert parts.generation is not None, "the configuration was checked"
@@ -141,7 +144,7 @@ class Rollouts:
             env=config.env,
             limits=EpisodeLimits(
                 max_turns=rollout.max_rollout_turns,
-                max_total_tokens=generation.engine.max_model_len,
+                max_total_tokens=generation.engine.longest_sequence,
                 timeout_s=rollout.episode_timeout_s,
                 image_token_id=image_token_id(model),
             ),
@@ -150,7 +153,7 @@ class Rollouts:
             seed=rollout.seed,
             model_name=config.policy.model_name,
             vocab_size=model.get_text_config().vocab_size,
-            vllm=generation.vllm_cfg,
+            engine=generation.engine,
         )
 
 

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.run import Run
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.config import HttpServerConfig
+from nemo_rl.models.generation.engine_config import EngineConfig
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.rollouts.openai_server import OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import SamplingParams
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 WORKER = "nemo_rl.rollouts.openai_server.OpenAIServer"
 NAME_PREFIX = "openai-server"
 FILE = "openai_server.json"
-HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
 
 
 class EngineServer:
     """Offers the engines of a run to agents outside of it. It starts with the run and answers from `open` on."""
 
     def __init__(
-        self, group: RayWorkerGroup, settings: OpenAIServerSettings, run_dir: Path, console: RunConsole
+        self, group: RayWorkerGroup, settings: OpenAIServerSettings, key: str, run_dir: Path, console: RunConsole
     ) -> None:
-        self._group, self._settings, self._run_dir, self._console = group, settings, run_dir, console
+        """`key`: of the server's address in the configuration."""
+        self._group, self._settings, self._key, self._run_dir, self._console = group, settings, key, run_dir, console
 
     @classmethod
     def start[ConfigT: RolloutMasterConfig](
@@ -49,35 +49,35 @@ class EngineServer:
         cluster: RayVirtualCluster,
     ) -> Self:
         """Start its process on the first bundle of `cluster`. It ends with the run."""
-        vllm, timeout_s = run.config.policy.generation.vllm_cfg, run.config.cluster.worker_timeout_s
+        engine, timeout_s = run.config.policy.generation.engine, run.config.cluster.worker_timeout_s
         settings = OpenAIServerSettings(
-            host=vllm.http_server.host,
-            port=vllm.http_server.port,
-            token=http_server_token(vllm.http_server),
+            host=engine.http_server.host,
+            port=engine.http_server.port,
+            token=http_server_token(engine),
             sampling=sampling,
             answers=answer_settings(
                 run.config.policy.model_name,
                 model.tokenizer,
-                vllm,
+                engine,
                 model.config.get_text_config().vocab_size,
-                vllm.max_model_len,
+                engine.longest_sequence,
             ),
             engine_timeout_s=timeout_s / 2,
         )
         builder = RayWorkerBuilder(WORKER, settings, generation.workers)
         group = RayWorkerGroup(cluster, builder, name_prefix=NAME_PREFIX, num_workers=1, timeout_s=timeout_s)
         run.stack.callback(group.shutdown, OpenAIServer.stop)  # answers waiting clients that the run has ended
-        return cls(group, settings, run.tools.logger.run_dir, run.console)
+        return cls(group, settings, engine.key("http_server"), run.tools.logger.run_dir, run.console)
 
     def open(self) -> None:
         """Begin to answer, since the engines hold weights, and write the address for agents."""
         settings = self._settings
-        url = _listen(self._group, settings)
+        url = _listen(self._group, settings, self._key)
         path = write_address(self._run_dir, url, settings)
         self._console.info(f"OpenAI-compatible server at {url}; address and token are in {path}")
         if not is_loopback(settings.host):
             self._console.warn(
-                f"{HTTP_SERVER}.host={settings.host}: anyone who reaches {url} from other machines and has the token "
+                f"{self._key}.host={settings.host}: anyone who reaches {url} from other machines and has the token "
                 "can use the engines, and the connection is not encrypted"
             )
 
@@ -89,20 +89,21 @@ class EngineServer:
             logger.warning("%s; the OpenAI-compatible server answers no more in this run", first_line(error))
 
 
-def http_server_token(config: HttpServerConfig) -> str:
+def http_server_token(engine: EngineConfig) -> str:
     """The token that every request to the server must carry. Raises ValueError if `token_env` names none."""
-    if config.token_env is None:
+    variable = engine.http_server.token_env
+    if variable is None:
         return secrets.token_urlsafe(32)
     try:
-        token = token_in(config.token_env)
+        token = token_in(variable)
         if not token.isascii():
-            raise ValueError(f"the token in {config.token_env} must be of ASCII characters")
+            raise ValueError(f"the token in {variable} must be of ASCII characters")
     except ValueError as error:
-        raise ValueError(f"{HTTP_SERVER}.token_env: {error}") from error
+        raise ValueError(f"{engine.key('http_server.token_env')}: {error}") from error
     return token
 
 
-def _listen(server: RayWorkerGroup, settings: OpenAIServerSettings) -> str:
+def _listen(server: RayWorkerGroup, settings: OpenAIServerSettings, key: str) -> str:
     """Begin to answer. Returns the base URL for clients. Raises ValueError if the address cannot be used."""
     host = settings.host
     try:
@@ -110,7 +111,7 @@ def _listen(server: RayWorkerGroup, settings: OpenAIServerSettings) -> str:
     except WorkerError as error:
         if error.exception_type not in ("OSError", "gaierror", "PermissionError"):
             raise
-        address = f"{HTTP_SERVER}.host={host} and port={settings.port}"
+        address = f"{key}.host={host} and port={settings.port}"
         raise ValueError(f"{address} cannot be listened on: {first_line(error)}") from error
     if host in ("0.0.0.0", "::"):
         identity = server.members[0].identity

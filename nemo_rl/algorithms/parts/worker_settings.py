@@ -16,7 +16,8 @@ from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.environments.client import EnvironmentPool
 from nemo_rl.environments.config import AgentEnvironmentConfig, AnyEnvironmentConfig, raw_text
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.models.generation.engine_config import EngineConfig
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import AgentEnvironment, RolloutWorkerSettings
 from nemo_rl.types import SamplingParams
@@ -34,11 +35,11 @@ def worker_settings(
     seed: int,
     model_name: str,
     vocab_size: int,
-    vllm: VllmConfig,
+    engine: EngineConfig,
 ) -> RolloutWorkerSettings:
     """`environments`: section of `env` -> actor handles. A request to an engine may take half of `worker_timeout_s`.
 
-    Agents get `model_name` and `vocab_size` of the model, and the settings of chat in `vllm`.
+    Agents get `model_name` and `vocab_size` of the model, and the settings of chat in `engine`.
     """
     connect_agents: Callable[[], Mapping[str, AgentEnvironment]] = dict
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
@@ -52,7 +53,7 @@ def worker_settings(
             name=model_name,
             tokenizer=process.tokenizer,
             vocab_size=vocab_size,
-            vllm=vllm,
+            engine=engine,
             max_calls=limits.max_turns,
             max_model_len=limits.max_total_tokens,
             env_step_timeout_s=env_step_timeout_s,

@@ -250,8 +250,7 @@ def _in_scoring(e: Evidence) -> _Explanations:
             yield (
                 Cause.HEAD_DTYPE,
                 f"with a head in {best.head_dtype} {compared}",
-                "let the engine compute logits in float32 "
-                "(policy.generation.vllm_kwargs.hf_overrides.head_dtype=float32)",
+                "let the engine compute logits in float32 (head_dtype=float32 in the overrides of its config.json)",
             )
         yield (
             Cause.SAMPLING,
@@ -284,7 +283,7 @@ def _by_elimination(e: Evidence) -> _Explanations:
         yield (
             Cause.POSITIONS,
             f"settings of positions differ: {shown} ({first})",
-            "set the same policy.hf_config_overrides and policy.generation.vllm_kwargs.hf_overrides",
+            "set them in policy.hf_config_overrides alone, and in no argument of the engine",
         )
     if e.first_token_alone <= EXPLAINED * e.last_quarter:
         compared = "two implementations of attention agree in training, so it is generation's attention,"
@@ -293,8 +292,7 @@ def _by_elimination(e: Evidence) -> _Explanations:
         yield (
             Cause.ATTENTION,
             f"{first}: what differs mixes tokens, and {compared} its KV cache or its positions",
-            "choose another attention backend of the engine (policy.generation.vllm_kwargs.attention_config), and "
-            "kv_cache_dtype=auto",
+            "choose another attention backend in the engine's further arguments, and kv_cache_dtype=auto",
         )
     compared = e.weights.not_compared or "weights are equal"
     yield (

@@ -98,8 +98,8 @@ class EngineWorker(EngineWorkerInterface):
         self._name = f"generation-{settings.replica}"
         self._device = settings.device
         self._replica = settings.replica
-        self._max_model_len = settings.cfg.engine.max_model_len
-        self._length_key = settings.cfg.engine.key(settings.cfg.engine.length_key)
+        self._max_model_len = settings.cfg.engine.longest_sequence
+        self._length_key = settings.cfg.key(settings.cfg.length_path)
         self._request_ids = itertools.count()
         self._serving: dict[str, asyncio.Task[Completion]] = {}  # by request id
         self._num_serving: Counter[str] = Counter()  # requests by client

@@ -1,99 +1,38 @@
-"""Configuration of generation: sampling, the vLLM engine, and which devices it runs on."""
+"""Configuration of generation: sampling, the engines that there are, and which devices they run on."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from nemo_rl.config.errors import nearest_key
-from nemo_rl.config.rules import Derived, StrictModel, violations
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.rules import Derived, Rules, StrictModel, accepted_by, remedy
+from nemo_rl.models.generation.engine_config import DType, EngineConfig, read_as
+from nemo_rl.models.generation.sglang.config import LoneSglangConfig, SglangConfig
+from nemo_rl.models.generation.vllm.config import SPECULATION, LoneVllmConfig, VllmConfig
 
-SPECULATION = "speculative_config"
-# What the bits of a sample on a CPU depend on; see `vllm.plugins`.
-ENGINE_ENVIRONMENT = {
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",  # a second thread of n-gram drafts would only spin
+ENGINES = {
+    "vllm": "nemo_rl.models.generation.vllm.generation:VllmGeneration",
+    "sglang": "nemo_rl.models.generation.sglang.generation:SglangGeneration",
 }
-_SET_ON_CPUS = (
-    *ENGINE_ENVIRONMENT,
-    "TORCHDYNAMO_DISABLE",
-    "VLLM_CPU_OMP_THREADS_BIND",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-)
+"""`generation.backend` -> a subclass of `EngineGeneration`. The section of an engine `name` is `name_cfg`.
 
-_SPECULATION_DEFAULTS = {
-    "method": None,
-    "num_speculative_tokens": None,
-    "model": None,
-    "rejection_sample_method": "standard",
-    "draft_sample_method": "greedy",
-    "draft_load_config": None,
-}
-_SPECULATION_RULES = {
-    "method != [ngram, draft_model, eagle3, mtp]": "not supported yet: {method}; set ngram, draft_model, eagle3 or mtp",
-    "model: method=mtp excludes model": "its weights are in the policy's checkpoint; remove the key",
-    "model: method=draft_model requires model": (
-        "a draft model needs the name or folder of its weights; name one with the policy's vocabulary"
-    ),
-    "rejection_sample_method != standard": "must be standard, which keeps the distribution; remove the key",
-    "draft_sample_method != greedy": "must be greedy: drawn drafts follow no request's seed; remove the key",
-    "draft_load_config != null": "the library decides it: a draft model is read from disk; remove the key",
-}
+A backend that is not here is an import path of such a class, with the sections `engine_cfg` and `engine_kwargs`.
+"""
+DEFAULT_ENGINE = "vllm"
+BY_POLICY = ("hf", "megatron")
 
 
-def engine_arguments() -> set[str]:
-    """The names of vLLM's arguments, read from its source: an import takes seconds. Empty where vLLM is missing."""
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return set()
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
-    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
-    return {target.id for target in fields if isinstance(target, ast.Name)}
+def check_backend(name: str) -> None:
+    """Raise ValueError unless `name` is a backend, or has the form of an import path."""
+    if name not in (*ENGINES, *BY_POLICY) and ":" not in name:
+        text = did_you_mean(name, [*ENGINES, *BY_POLICY])
+        raise ValueError(f"unknown generation backend {name!r}; {text} An import path (package.module:name) works too")
 
 
-def argument_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key relative to `vllm_kwargs`, what would work) for names that vLLM does not know."""
-    known = engine_arguments() if vllm_kwargs else set[str]()
-    for key in vllm_kwargs if known else ():
-        if key not in known:
-            nearest = nearest_key(key, sorted(known))
-            yield key, f"vLLM has no such argument; {f'the nearest is {nearest}' if nearest else 'remove the key'}"
-
-
-def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key relative to `vllm_kwargs`, what would work) for speculative decoding that would bias samples or cannot run.
-
-    Accepted settings keep the distribution without drafts, report its logprobs, and depend on a request's seed alone.
-    """
-    settings = vllm_kwargs.get(SPECULATION)  # null is vLLM's own default: none
-    if settings is None:
-        return
-    if not isinstance(settings, dict):
-        yield SPECULATION, "must be a section, such as {method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}"
-        return
-    given = {**_SPECULATION_DEFAULTS, **settings}
-    for key, message in violations(_SPECULATION_RULES, given):
-        yield f"{SPECULATION}.{key}", message
-    number = given["num_speculative_tokens"]
-    if type(number) is not int or number < 1:
-        text = f"must be the number of tokens of a draft, 1 or more (got {number!r})"
-        yield f"{SPECULATION}.num_speculative_tokens", text
-
-
-def _read(written: Any, meant: Any) -> BeforeValidator:
-    """Reads the value `written` as `meant`."""
-    return BeforeValidator(lambda value: meant if type(value) is type(written) and value == written else value)
-
-
-TopK = Annotated[Annotated[int, Field(ge=1)] | None, _read(-1, None)]
+TopK = Annotated[Annotated[int, Field(ge=1)] | None, read_as(-1, None)]
 
 
 class GenerationResourcesConfig(StrictModel):
@@ -119,139 +58,62 @@ class ColocatedConfig(StrictModel):
     """The machines that generate if `enabled` is false."""
 
 
-class HttpServerConfig(StrictModel):
-    """Address and token of the OpenAI-compatible server."""
+class OwnEngineConfig(EngineConfig):
+    """An engine of your own; its own settings are `engine_kwargs`."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on. At a public one, everybody with the token can use the engines; nothing is encrypted."""
-
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0: any that is free."""
-
-    token_env: str | None = Field(default=None, min_length=1)
-    """Environment variable with the token that every request must carry; null: a random token."""
-
-
-class ServingChatConfig(StrictModel):
-    """How the server turns conversations into prompts, and answers into messages."""
-
-    enable_auto_tools: bool = True
-    """Return tool calls as `tool_calls` of the message; false: they stay text."""
-
-    tool_parser: Literal["hermes"] = "hermes"
-    """Format of tool calls: `hermes` is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-
-    default_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, e.g. `{enable_thinking: false}`."""
-
-
-class VllmConfig(StrictModel):
-    """The vLLM engine."""
-
-    _path: str = "policy.generation.vllm_cfg"
-    name: ClassVar = "vLLM"
+    _path: str = "policy.generation.engine_cfg"
+    title: ClassVar = "your own"
+    kwargs_key: ClassVar = "engine_kwargs"
     length_key: ClassVar = "max_model_len"
+    dtype_key: ClassVar = "precision"
+    tensor_key: ClassVar = "tensor_parallel_size"
+    memory_key: ClassVar = "gpu_memory_utilization"
+    library_bytes: ClassVar = 1_000_000_000.0  # as of vLLM, for want of a better figure
 
-    precision: Annotated[Literal["float32", "bfloat16", "float16", "fp8"], Derived("${...precision}")]
-    """Data type of weights and activations. `fp8` (GPUs): weights come in bfloat16 at every sync, and weights of linear
-    layers and experts are kept in FP8, with a scale for each 128 x 128 of them."""
-
-    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head"], _read(None, "auto")] = "auto"
-    """Data type of keys and values in the cache; `auto`: the data type of activations. On GPUs, `fp8` and `fp8_e4m3`
-    store values without a scale, `fp8_per_token_head` with one for each token and head."""
-
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share every layer of one engine."""
-
-    pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Groups of `tensor_parallel_size` devices among which the layers of one engine are divided."""
+    precision: Annotated[DType, Derived("${...precision}")]
+    """Data type of weights and activations."""
 
     max_model_len: Annotated[int, Derived("${...max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest sequence, prompt included; longer completions are cut."""
 
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share every layer of one engine."""
+
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
     """Fraction of the GPU's memory for weights and KV cache."""
 
-    cpu_kv_cache_space_gb: int = Field(default=1, ge=1)
-    """GiB of KV cache of each engine on CPU."""
-
-    enforce_eager: bool = False
-    """Do not compile or capture graphs. Always so on CPU."""
-
-    enable_prefix_caching: bool = True
-    """Share the KV cache of equal beginnings. On CPU: of equal prompts, as the samples of a group have."""
-
-    logprobs_mode: Annotated[Literal["processed_logprobs", "raw_logprobs"], _read(None, "processed_logprobs")] = (
-        "processed_logprobs"
-    )
-    """Logprobs of samples: after temperature, top-p, top-k and bad words, or those of the model before all of them."""
-
-    env_vars: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engines' processes."""
-
-    expose_http_server: Annotated[bool, _read(None, False)] = False
-    """Serve the engines to other programs during training, with OpenAI's interface."""
-
-    http_server: HttpServerConfig = HttpServerConfig()
-    """Address and token of the OpenAI-compatible server."""
-
-    http_server_serving_chat_kwargs: Annotated[ServingChatConfig, _read(None, {})] = ServingChatConfig()
-    """How the server turns conversations into prompts, and answers into messages."""
-
-    rules: ClassVar = {"env_vars.TMPDIR: env_vars has TMPDIR": "the library decides it; set TMPDIR for the whole run"}
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_model_len
 
     @property
-    def batched_tokens_on_cpu(self) -> int:
-        """Prompt tokens of an engine step on a CPU."""
-        return max(self.max_model_len, 8192)
+    def wire_dtype(self) -> DType:
+        return self.precision
 
     @property
-    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Data type of activations, and in which weights are sent."""
-        return "bfloat16" if self.precision == "fp8" else self.precision
+    def tensor_size(self) -> int:
+        return self.tensor_parallel_size
 
     @property
-    def engine_size(self) -> int:
-        """Devices of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+    def memory_share(self) -> float:
+        return self.gpu_memory_utilization
 
 
-def variable_rules(section: str) -> dict[str, str]:
-    """Rules of a whole configuration, whose engines' section is `section`: variables that engines on CPUs need."""
-    return {
-        f"{section}.env_vars.{name}: {section}.env_vars has {name} requires cluster.use_gpus": (
-            "the library decides it on CPUs; remove the key"
-        )
-        for name in _SET_ON_CPUS
-    }
+class LoneOwnEngineConfig(OwnEngineConfig):
+    """An engine of your own; its own settings are `engine_kwargs`."""
+
+    precision: DType = "bfloat16"
+    """Data type of weights and activations."""
+
+    max_model_len: Annotated[int, Derived("${..vllm_cfg.max_model_len}"), Field(ge=1)]
+    """Tokens of the longest sequence, prompt included: where a completion is cut."""
 
 
-class SglangConfig(StrictModel):
-    """The SGLang engine."""
-
-    _path: str = "policy.generation.sglang_cfg"
-    name: ClassVar = "SGLang"
-    length_key: ClassVar = "context_length"
-    kv_cache_dtype: ClassVar = "auto"
-    engine_size: ClassVar = 1
-    tensor_parallel_size: ClassVar = 1
-
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${...precision}")]
-    """Data type of weights, activations and cache."""
-
-    context_length: Annotated[int, Derived("${...max_total_sequence_length}"), Field(ge=1)]
-    """Tokens of the longest sequence, prompt included; longer completions are cut."""
-
-    cpu_kv_cache_space_gb: int = Field(default=1, ge=1)
-    """GiB of KV cache of each engine on CPU."""
-
-    env_vars: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engines' processes."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.context_length
+_SECTIONS: dict[str, type[EngineConfig]] = {
+    "vllm_cfg": VllmConfig,
+    "sglang_cfg": SglangConfig,
+    "engine_cfg": OwnEngineConfig,
+}
 
 
 class HfConfig(StrictModel):
@@ -261,37 +123,14 @@ class HfConfig(StrictModel):
     """Completions that each data-parallel rank samples at a time."""
 
 
-_SAME = ("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
-_SAME = (*_SAME, "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
-_DECIDED_BY = {key: f"vllm_cfg.{key}" for key in (*_SAME, "logprobs_mode")} | {
-    "dtype": "vllm_cfg.precision",
-    "quantization": "vllm_cfg.precision",
-    "kv_cache_memory_bytes": "vllm_cfg.gpu_memory_utilization (on CPUs vllm_cfg.cpu_kv_cache_space_gb)",
-    "enable_sleep_mode": "colocated.enabled",
-}
-_OURS = (
-    "distributed_executor_backend",
-    "load_format",
-    "worker_extension_cls",
-    "weight_transfer_config",
-)
-_DECIDED = {
-    **{key: f"{{section}}.{name} decides it; set that instead" for key, name in _DECIDED_BY.items()},
-    **dict.fromkeys(("model", "tokenizer", "seed"), "the run sets it; remove the key"),
-    "limit_mm_per_prompt": "data.max_images decides it; set that instead, and remove this",
-    **dict.fromkeys(_OURS, "the library decides it; remove the key"),
-}
-"""Keys of `vllm_kwargs` that something else decides."""
-
-
 class GenerationConfig(StrictModel):
     """Generation: sampling parameters and the engine."""
 
     _path: str = "policy.generation"
 
-    backend: Literal["vllm", "sglang", "hf", "megatron"] = "vllm"
+    backend: Annotated[str, accepted_by(check_backend)] = DEFAULT_ENGINE
     """`vllm` and `sglang`: engines of vLLM or SGLang. `hf` and `megatron`: the policy's own workers, with the
-    transformers or Megatron Core model that they train."""
+    transformers or Megatron Core model that they train. `package.module:name`: engines of your own."""
 
     max_new_tokens: Annotated[int, Derived("${..max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest completion of one turn."""
@@ -333,43 +172,85 @@ class GenerationConfig(StrictModel):
     sglang_cfg: SglangConfig
     """The SGLang engine."""
 
+    engine_cfg: OwnEngineConfig
+    """An engine of your own."""
+
     hf_cfg: HfConfig = HfConfig()
     """Generation by the policy's own workers."""
 
-    mcore_generation_config: Annotated[HfConfig, _read(None, {})] = HfConfig()
+    mcore_generation_config: Annotated[HfConfig, read_as(None, {})] = HfConfig()
     """Generation by the policy's own Megatron workers."""
 
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed to vLLM as they are."""
 
-    rules: ClassVar = {
-        **{f"vllm_kwargs.{key}: vllm_kwargs has {key}": text for key, text in _DECIDED.items()},
-        **{
-            f"vllm_cfg.logprobs_mode: vllm_cfg.logprobs_mode=raw_logprobs and {setting}": (
-                f"raw_logprobs are before {name}, which training applies to its own -> "
-                f"vllm_cfg.logprobs_mode=processed_logprobs | {fix}"
-            )
-            for setting, name, fix in (
-                ("temperature != 1", "the temperature", "temperature=1"),
-                ("top_p < 1", "top_p", "top_p=1"),
-                ("top_k", "top_k", "top_k=null"),
-            )
-        },
-    }
+    sglang_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further engine arguments, passed to SGLang as they are."""
+
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of an engine of your own."""
+
+    rules: ClassVar = {rule: text for engine in _SECTIONS.values() for rule, text in engine.generation_rules.items()}
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        for key, message in (*argument_problems(self.vllm_kwargs), *speculation_problems(self.vllm_kwargs)):
-            yield f"vllm_kwargs.{key}", message
+        for key in _SECTIONS:
+            engine: EngineConfig = vars(self)[key]
+            arguments: dict[str, Any] = vars(self)[engine.kwargs_key]
+            is_unused = engine is not self.engine
+            if arguments and is_unused and not self.is_by_policy:
+                yield engine.kwargs_key, f"backend={self.backend} takes none of {engine.title}; remove them"
+            if engine.expose_http_server and is_unused:
+                ways = remedy(f"{{section}}.{key}.expose_http_server=false")
+                yield f"{key}.expose_http_server", f"backend={self.backend} reads {self.engine_key}; {ways}"
+            for name, message in engine.argument_problems(arguments):
+                yield f"{engine.kwargs_key}.{name}", message
+
+    @property
+    def default_engine(self) -> str:
+        """The backend that can do most, for messages."""
+        return DEFAULT_ENGINE
 
     @property
     def is_by_policy(self) -> bool:
         """Whether the policy's own workers generate."""
-        return self.backend in ("hf", "megatron")
+        return self.backend in BY_POLICY
 
     @property
-    def engine(self) -> VllmConfig | SglangConfig:
-        """The section of the engine that generates; of vLLM's also where the policy's own workers do."""
-        return self.sglang_cfg if self.backend == "sglang" else self.vllm_cfg
+    def engine_key(self) -> str:
+        """Key of the section of the engine that generates, or of the default one where the policy's workers do."""
+        if self.is_by_policy:
+            return f"{DEFAULT_ENGINE}_cfg"
+        return f"{self.backend}_cfg" if self.backend in ENGINES else "engine_cfg"
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The section `engine_key`."""
+        return vars(self)[self.engine_key]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Further arguments of the engine."""
+        return vars(self)[self.engine.kwargs_key]
+
+    @property
+    def length_path(self) -> str:
+        """Key of the longest sequence."""
+        return f"{self.engine_key}.{self.engine.length_key}"
+
+    @property
+    def dtype_path(self) -> str:
+        """Key of the engine's data type."""
+        return f"{self.engine_key}.{self.engine.dtype_key}"
+
+    @property
+    def tensor_path(self) -> str:
+        """Key of the devices that share every layer."""
+        return f"{self.engine_key}.{self.engine.tensor_key}"
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether engines generate that take a draft whose weights the policy sends."""
+        return self.engine.takes_drafts and not self.is_by_policy
 
     @property
     def own_batch_size(self) -> int:
@@ -384,20 +265,25 @@ class GenerationConfig(StrictModel):
     @property
     def shares_prompts_on_cpu(self) -> bool:
         """Whether an engine on a CPU computes the prompt of several requests once, if the model lets it."""
-        return self.vllm_cfg.enable_prefix_caching and not self.speculation
+        return self.engine.shares_prompts and not self.speculation
 
     @property
     def speculation(self) -> Mapping[str, Any]:
         """The settings of speculative decoding; empty without it."""
-        settings = self.vllm_kwargs.get(SPECULATION)
+        settings = self.arguments.get(SPECULATION) if self.engine.takes_drafts else None
         return settings if isinstance(settings, dict) else {}
+
+    @property
+    def speculation_path(self) -> str:
+        """Key of speculative decoding."""
+        return f"{self.engine.kwargs_key}.{SPECULATION}"
 
     def draft_problems(self, is_trained: bool, begins_with: str | None = None) -> Iterator[tuple[str, str]]:
         """(key, what would work) if an EAGLE-3 draft is missing, or one that trains with the policy is not used.
 
         `begins_with`: the name of the draft that trains.
         """
-        key, model = f"vllm_kwargs.{SPECULATION}", self.speculation.get("model")
+        key, model = self.speculation_path, self.speculation.get("model")
         uses_draft = self.speculation.get("method") == "eagle3"
         if is_trained and self.speculation.get("method") not in ("eagle3", "mtp"):
             yield key, "policy.draft.enabled=true needs {method: eagle3, num_speculative_tokens: 3}, or method mtp"
@@ -408,3 +294,40 @@ class GenerationConfig(StrictModel):
                 f"{key}.model",
                 "eagle3 needs a draft of this model; name one (policy.draft of a training run trains it)",
             )
+
+
+class LoneGenerationConfig(GenerationConfig):
+    """Generation without a policy, from a model's own weights."""
+
+    max_new_tokens: Annotated[int, Derived("${.vllm_cfg.max_model_len}"), Field(ge=1)]
+    """Tokens of the longest completion of one turn."""
+
+    vllm_cfg: LoneVllmConfig
+
+    sglang_cfg: LoneSglangConfig
+
+    engine_cfg: LoneOwnEngineConfig
+
+
+LONGEST_ALONE = "vllm_cfg.max_model_len"
+"""Key of `LoneGenerationConfig` from which the lengths of all engines follow by default."""
+
+
+def policy_rules(generation: str) -> Rules:
+    """The engines' rules of a policy whose section `generation` has this key."""
+    return _rules_at(generation, [section.policy_rules for section in _SECTIONS.values()])
+
+
+def run_rules(generation: str) -> Rules:
+    """The engines' rules of a whole run or evaluation whose section `generation` has this key."""
+    return _rules_at(generation, [section.run_rules for section in _SECTIONS.values()])
+
+
+def training_rules(generation: str) -> Rules:
+    """As `run_rules`, of a run that trains."""
+    return _rules_at(generation, [section.training_rules for section in _SECTIONS.values()])
+
+
+def _rules_at(generation: str, tables: Sequence[Rules]) -> Rules:
+    place = f"{generation}."
+    return {rule.replace("@.", place): text.replace("@.", place) for table in tables for rule, text in table.items()}

@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.worker_template import HOST_ENVIRONMENT
+from nemo_rl.models.generation.config import ENGINES, GenerationConfig
 from nemo_rl.models.generation.interfaces import (
     GENERATION,
     DraftCounts,
@@ -21,7 +22,11 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
 )
 from nemo_rl.refit.layout import Transport
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.venvs import python_executable_for
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +78,10 @@ class EngineGeneration(GenerationInterface):
         super().__init__(len(self._bundle_groups), self._start_replica)
         self.weights_follow = settings.load_format == "dummy"
         accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
+
+    @classmethod
+    def check(cls, generation: GenerationConfig, model: PretrainedConfig) -> None:
+        """Raise ValueError, before anything starts, if this engine cannot run or cannot generate with `model`."""
 
     @property
     def num_engine_ranks(self) -> int:
@@ -131,6 +140,14 @@ class EngineGeneration(GenerationInterface):
             env_vars=env_vars,
             timeout_s=self._timeout_s,
         )
+
+
+def engines_of(backend: str) -> type[EngineGeneration]:
+    """The class of `generation.backend`. Raises ValueError if an import path leads to none."""
+    found = import_object(ENGINES.get(backend, backend), "generation.backend")
+    if not (isinstance(found, type) and issubclass(found, EngineGeneration)):
+        raise ValueError(f"generation.backend {backend!r} must be a subclass of {EngineGeneration.__name__}")
+    return found
 
 
 def engine_bundles(cluster: RayVirtualCluster, size: int) -> list[list[list[int]]]:

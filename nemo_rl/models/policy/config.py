@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.rules import Derived, StrictModel, divisors, remedy, round_up
-from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.models.generation.config import GenerationConfig, policy_rules
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
 
@@ -535,7 +535,7 @@ class DraftConfig(StrictModel):
     }
 
 
-_NO_DRAFT = "draft.enabled=false and generation.vllm_kwargs.speculative_config=null"
+_NO_DRAFT = "draft.enabled=false and generation.{generation.speculation_path}=null"
 
 
 class RolloutPolicyConfig(PolicyConfig):
@@ -556,25 +556,17 @@ class RolloutPolicyConfig(PolicyConfig):
         "draft.enabled excludes dtensor_cfg.torch_compile": (
             f"compiled blocks do not show a draft their states -> dtensor_cfg.torch_compile=false | {_NO_DRAFT}"
         ),
-        "draft.enabled requires generation.backend=vllm": "only engines of vLLM take drafts -> draft.enabled=false",
-        "draft.enabled excludes generation.vllm_cfg.precision=fp8": (
-            f"quantising engines take no draft -> generation.vllm_cfg.precision={{precision}} | {_NO_DRAFT}"
+        "draft.enabled requires generation.takes_drafts": (
+            "generation.backend={generation.backend} takes no draft -> draft.enabled=false"
         ),
-        "draft.enabled excludes generation.vllm_cfg.pipeline_parallel_size > 1": (
-            f"the stages of an engine take no draft -> generation.vllm_cfg.pipeline_parallel_size=1 | {_NO_DRAFT}"
-        ),
+        **policy_rules("generation"),
         "reward_model_cfg.enabled": (
             "a policy that generates needs the head of a language model -> reward_model_cfg.enabled=false"
         ),
-        "generation.vllm_cfg.max_model_len > {max_total_sequence_length}": (
-            "{generation.vllm_cfg.max_model_len} is more than {section}.max_total_sequence_length="
+        "generation.{generation.length_path}: generation.engine.longest_sequence > {max_total_sequence_length}": (
+            "{generation.engine.longest_sequence} is more than {section}.max_total_sequence_length="
             "{max_total_sequence_length}: training could not take such samples -> "
-            "generation.vllm_cfg.max_model_len={max_total_sequence_length}"
-        ),
-        "generation.sglang_cfg.context_length > {max_total_sequence_length} and generation.backend=sglang": (
-            "{generation.sglang_cfg.context_length} is more than {section}.max_total_sequence_length="
-            "{max_total_sequence_length}: training could not take such samples -> "
-            "generation.sglang_cfg.context_length={max_total_sequence_length}"
+            "generation.{generation.length_path}={max_total_sequence_length}"
         ),
         "generation.max_new_tokens > {max_total_sequence_length}": (
             "{generation.max_new_tokens} is more than {section}.max_total_sequence_length={max_total_sequence_length}, "

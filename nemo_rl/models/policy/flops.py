@@ -304,7 +304,7 @@ class Layout:
             weight_shards=shards,
             optimizer_shards=optimizer_shards,
             master_bytes=master_bytes,
-            engine_memory=generation.vllm_cfg.gpu_memory_utilization,
+            engine_memory=generation.engine.memory_share,
             colocated=generation.colocated.enabled,
             is_frozen=policy.adapters.enabled,
             recomputes=bool(recomputes),

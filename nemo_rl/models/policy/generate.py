@@ -279,7 +279,7 @@ class SelfGeneratingPolicy(Policy):
         generation = self.config.generation
         tokenizer: Any = self.tokenizer
         settings = GenerationSettings(
-            max_model_len=generation.vllm_cfg.max_model_len,
+            max_model_len=generation.engine.longest_sequence,
             max_batch_size=generation.own_batch_size,
             end_token_ids=frozenset([tokenizer.eos_token_id, *end_tokens(self.model_path)]),
             special_token_ids=frozenset(tokenizer.all_special_ids),

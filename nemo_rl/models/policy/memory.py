@@ -29,9 +29,9 @@ from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
 HEAP_SHARE = 0.08  # of a CPU process: freed pieces between others that live (measured: the mean of twelve cases)
-# Of a kind of process on a CPU, as PSS: pages that processes share are divided among them. An engine of vLLM is two
-# processes, one of SGLang three.
-LIBRARIES = {"trained": 210_000_000, "frozen": 165_000_000, "vllm": 1_000_000_000, "sglang": 1_900_000_000}
+# Libraries of a process on a CPU whose model is trained or frozen, as PSS: pages that processes share are divided among
+# them. Those of engines are in their sections.
+TRAINED_BYTES, FROZEN_BYTES = 210_000_000, 165_000_000
 ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
 DRAFT_ROWS = 256  # whose logits over the whole vocabulary a draft has at a time
 MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
@@ -419,7 +419,7 @@ def predict_training(
     phases = training_phases(policy, model, machine, num_ranks=num_ranks, sequences=sequences, is_trained=is_trained)
     if not is_trained:
         phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
-    others = [*process_parts(machine, "trained" if is_trained else "frozen"), *beside]
+    others = [*process_parts(machine, TRAINED_BYTES if is_trained else FROZEN_BYTES), *beside]
     if uses_reference and not machine.is_gpu:
         weights = phases["logprobs"][0]
         kept = weights.num_bytes * BYTES[policy.precision] / _master_bytes(policy)
@@ -475,7 +475,9 @@ def predict_memory(
             *phases,
             Phase(name="weight sync", device=where, parts=(*refit, optimizer)),
             Phase(
-                name="generation", device="engine", parts=(*process_parts(machine, policy.generation.backend), *engine)
+                name="generation",
+                device="engine",
+                parts=(*process_parts(machine, policy.generation.engine.library_bytes), *engine),
             ),
         ]
     # The optimizer waits on the host, and weights while others draw.
@@ -509,60 +511,35 @@ def _draft(policy: RolloutPolicyConfig, model: ModelShape, sizes: ParallelSizes)
     per_token = model.saved_numbers(compute, 1) + (num_states + 4) * model.hidden * compute
     logits = 3 * DRAFT_ROWS * model.vocab_size * 4
     key = f"set {policy.draft.key('enabled')}=false"
-    in_engine = BYTES.get(policy.generation.vllm_cfg.dtype, 2) * number / policy.generation.vllm_cfg.engine_size
+    engine = policy.generation.engine
+    in_engine = BYTES[engine.wire_dtype] * number / engine.engine_size
     in_training = state + token_budgets(policy)[0] / sizes.context_parallel * per_token + logits
     return Part("draft", in_training, key), Part("engine's draft", in_engine, key)
 
 
 def predict_engine(generation: GenerationConfig, model: ModelShape, machine: Machine) -> list[Part]:
     """Parts of an engine while it samples, the weights first: of its device, or on a CPU of its processes."""
-    if generation.backend == "sglang":
-        return _of_sglang(generation, model)
-    cfg = generation.vllm_cfg
-    one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
+    cfg = generation.engine
+    one = 1 if cfg.has_small_weights else BYTES[cfg.wire_dtype]
     held = model.parameters * one / cfg.engine_size
-    weights = Part("engine's weights", held, "raise policy.generation.vllm_cfg.tensor_parallel_size")
+    weights = Part("engine's weights", held, f"raise {cfg.key(cfg.tensor_key)}")
     cache, key = cfg.cpu_kv_cache_space_gb * 2.0**30, "cpu_kv_cache_space_gb"
     if machine.is_gpu:
         memory = machine.memory if machine.memory is not None else 80e9
-        cache, key = cfg.gpu_memory_utilization * memory - held, "gpu_memory_utilization"
-    parts = [weights, Part("KV cache", max(0.0, cache), f"lower policy.generation.vllm_cfg.{key}")]
-    return parts if machine.is_gpu else [*parts, *_of_cpu_engine(generation, model, weights.key)]
+        cache, key = cfg.memory_share * memory - held, cfg.memory_key
+    parts = [weights, Part("KV cache", max(0.0, cache), f"lower {cfg.key(key)}")]
+    if machine.is_gpu:
+        return parts
+    copies = [Part(*found) for found in cfg.copies_on_cpu(model)]
+    held += sum(part.num_bytes for part in copies)
+    return [*parts, *copies, Part("slack of the heap", HEAP_SHARE * held, "nothing lowers it")]
 
 
-def _of_sglang(generation: GenerationConfig, model: ModelShape) -> list[Part]:
-    """Parts of an engine of SGLang on a CPU, which uses its weights as they are."""
-    cfg = generation.sglang_cfg
-    cache = Part("KV cache", cfg.cpu_kv_cache_space_gb * 2.0**30, f"lower {cfg.key('cpu_kv_cache_space_gb')}")
-    return [Part("engine's weights", model.parameters * BYTES[cfg.dtype], "a smaller model"), cache]
-
-
-def _of_cpu_engine(generation: GenerationConfig, model: ModelShape, key: str) -> list[Part]:
-    """What an engine on a CPU has beside weights and cache, as its heap keeps it.
-
-    Linear layers have their weights once as loaded and once packed for MKL, as has a head that is tied to the
-    embedding. A weight sync packs again, and the memory of the packed layers before stays in the heap; so does that of
-    vLLM's first step, of as many tokens as there can be.
-    """
-    cfg = generation.vllm_cfg
-    one = BYTES.get(cfg.dtype, 2) / cfg.engine_size
-    layers = model.num_layers * model.layer_parameters * one if cfg.dtype == "float32" else 0.0
-    head = model.vocab_size * model.hidden * one
-    a_token = (4 * model.hidden + model.queries + model.key_values + 3 * model.intermediate) * one
-    parts = [
-        Part("packed weights", layers + head, key),
-        Part("packed weights before", layers, key),
-        Part("first step", cfg.batched_tokens_on_cpu * a_token, "lower policy.generation.vllm_cfg.max_model_len"),
-    ]
-    held = model.parameters * one + sum(part.num_bytes for part in parts)
-    return [*parts, Part("slack of the heap", HEAP_SHARE * held, "nothing lowers it")]
-
-
-def process_parts(machine: Machine, kind: str = "trained") -> list[Part]:
-    """What a process has beside models: the CUDA context, or the libraries of a `kind` of `LIBRARIES`."""
+def process_parts(machine: Machine, libraries: float = TRAINED_BYTES) -> list[Part]:
+    """What a process has beside models: the CUDA context, or on a CPU `libraries`."""
     if machine.is_gpu:
         return [Part("CUDA context", CONTEXT_BYTES, "nothing lowers it")]
-    return [Part("libraries", LIBRARIES[kind], "nothing lowers it")]
+    return [Part("libraries", libraries, "nothing lowers it")]
 
 
 def asleep(machine: Machine, number: int) -> list[Part]:
@@ -578,7 +555,7 @@ def cache_tokens(policy: RolloutPolicyConfig, model: ModelShape, phases: Sequenc
     if not parts:
         return None
     cfg = policy.generation.engine
-    one = 1 if "fp8" in cfg.kv_cache_dtype else BYTES.get(cfg.dtype, 2)
+    one = 1 if cfg.has_small_cache else BYTES[cfg.wire_dtype]
     return parts[0].num_bytes * cfg.engine_size / (model.key_values * model.num_layers * one)
 
 

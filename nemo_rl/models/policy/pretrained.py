@@ -362,7 +362,7 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     positions, heads = sizes.get("max_position_embeddings"), sizes.get("num_attention_heads")
     longest = config.key("max_total_sequence_length")
     asked = {longest: config.max_total_sequence_length}
-    asked |= {} if engine is None else {engine.key(engine.length_key): engine.max_model_len}
+    asked |= {} if engine is None else {engine.key(engine.length_key): engine.longest_sequence}
     # Long-context RoPE has more positions than max_position_embeddings.
     is_stretched = "factor" in (sizes.get("rope_parameters") or {})
     too_long = [f"{key}={value}" for key, value in asked.items() if positions is not None and value > positions]
@@ -371,9 +371,9 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
             f"{' and '.join(too_long)}: more than the {positions} positions of {config.model_name!r} "
             f"(max_position_embeddings in its config.json); set {longest}={positions} or less"
         )
-    if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
+    if engine is not None and heads is not None and heads % engine.tensor_size:
         raise ValueError(
-            f"{engine.key('tensor_parallel_size')}={engine.tensor_parallel_size} does not divide the "
+            f"{engine.key(engine.tensor_key)}={engine.tensor_size} does not divide the "
             f"{heads} attention heads of {config.model_name!r}; these would: {divisors(heads)}"
         )
     vocab_size = model.get_text_config().vocab_size

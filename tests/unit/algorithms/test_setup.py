@@ -23,11 +23,12 @@ from nemo_rl.algorithms.parts.server import http_server_token, write_address
 from nemo_rl.algorithms.run import Command, Run
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.distributed.limits import process_limits
-from nemo_rl.models.generation.config import HttpServerConfig
+from nemo_rl.models.generation.engine_config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from nemo_rl.utils.timer import TimeoutChecker
 from tests.tables import FINE, cases, lines, pattern
 from tests.unit.config.run_configs import CONFIGS, MEGATRON, build
+from tests.unit.generation.configs import generation_config
 from tests.unit.rollouts.test_openai_server import settings
 
 MISSING = """
@@ -94,9 +95,10 @@ def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> N
 
 
 def test_the_servers_token_is_random_or_that_of_the_environment_and_its_file_for_the_owner_alone(monkeypatch, tmp_path):
-    random, another = (http_server_token(HttpServerConfig()) for _ in range(2))
+    engine = generation_config().engine
+    random, another = (http_server_token(engine) for _ in range(2))
     assert len(random) >= 32 and random != another
-    named = HttpServerConfig(token_env="AGENT_TOKEN")
+    named = engine.model_copy(update={"http_server": HttpServerConfig(token_env="AGENT_TOKEN")})
     monkeypatch.delenv("AGENT_TOKEN", raising=False)
     with pytest.raises(ValueError, match=r"http_server\.token_env: .*AGENT_TOKEN"):
         http_server_token(named)

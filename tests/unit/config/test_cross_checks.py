@@ -129,6 +129,11 @@ HF & DTENSOR.context_parallel_size=2 -> sequences cut over ranks
 HF & DTENSOR.pipeline_parallel_size=2 -> pipeline stages
 HF & DTENSOR.expert_parallel_size=2 -> experts on different ranks
 HF & DTENSOR.tensor_parallel_size=2 & DTENSOR.sequence_parallel=true -> single tokens cut over ranks
+GENERATION.backend=vlm -> unknown generation backend 'vlm'; did you mean vllm? An import path
++GENERATION.sglang_kwargs.max_prefill_tokens=9 -> backend=vllm takes none of SGLang
+GENERATION.sglang_cfg.expose_http_server=true -> backend=vllm reads vllm_cfg; set ... expose_http_server=false
+SGLANG & +GENERATION.sglang_kwargs.attention_backend=triton -> the library decides it on CPUs; remove the key
+SGLANG & +GENERATION.sglang_kwargs.context_length=9 -> sglang_cfg.context_length decides it
 HF & GENERATION.vllm_cfg.tensor_parallel_size=2 -> cut as policy.dtensor_cfg says
 HF & GENERATION.vllm_cfg.precision=bfloat16 -> in policy.precision=float32
 HF & +GENERATION.vllm_kwargs.block_size=32 -> know none of {'block_size': 32}
@@ -206,6 +211,7 @@ SHORT = {
     "CFG": "policy.megatron_cfg",
     "SERVER": "GPUS=0 & policy.precision=float32 & ENGINE.expose_http_server=true",
     "DATASET": "data.default.env_name=it & data.train.dataset_name",
+    "SGLANG": "GENERATION.backend=sglang & GPUS=0 & cluster.cpu_workers_per_node=2 & policy.precision=float32",
     "HF": "GENERATION.backend=hf & GPUS=0 & cluster.cpu_workers_per_node=2 & policy.precision=float32",
     "APART": "GENERATION.colocated.enabled=false",
     "RESOURCES": "GENERATION.colocated.resources",

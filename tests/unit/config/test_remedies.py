@@ -72,8 +72,6 @@ grpo @ -> HF & policy.generation.vllm_cfg.tensor_parallel_size=2 & CPUS
 grpo @ -> HF & policy.generation.bad_words=[no]
 grpo @ -> HF & policy.generation.colocated.enabled=false
 grpo @ -> policy.generation.backend=sglang & policy.precision=float32
-grpo @ -> SGLANG & policy.generation.vllm_cfg.expose_http_server=true
-grpo @ -> SGLANG & policy.generation.vllm_kwargs.max_num_seqs=4
 grpo @ -> SGLANG & policy.generation.bad_words=[no]
 grpo @ -> SGLANG & policy.generation.top_p=0.9
 grpo @ -> SGLANG & policy.generation.top_k=3
@@ -99,7 +97,7 @@ grpo @ -> MEGATRON & checkpointing.model_save_format=safetensors
 grpo @ -> MEGATRON & policy.megatron_cfg.optimizer.optimizer_cpu_offload=true & OFFLOADS & policy.precision=float32
     & policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true
 grpo @policy -> @.draft.enabled=true & @.megatron_cfg.enabled=true & @.dtensor_cfg.enabled=false & EAGLE3
-grpo @policy -> @.generation.sglang_cfg.context_length=9999
+grpo @policy -> SGLANG & @.generation.sglang_cfg.context_length=9999
 grpo @policy -> DRAFT & @.dtensor_cfg.tensor_parallel_size=2
 grpo @policy -> DRAFT & @.dtensor_cfg.context_parallel_size=2
 grpo @policy -> DRAFT & @.dtensor_cfg.pipeline_parallel_size=2
@@ -224,6 +222,10 @@ dpo @dpo -> @.reference_policy_kl_penalty=0 & @.sft_loss_weight=1 & @.preference
 dpo @dpo -> @.preference_loss_weight=0
 rm @ -> policy.reward_model_cfg.enabled=false
 eval @ -> cluster.gpus_per_node=0 & generation.vllm_cfg.kv_cache_dtype=fp8
+eval @ -> generation.backend=sglang & generation.sglang_cfg.dtype=float32
+eval @ -> generation.backend=sglang & cluster.gpus_per_node=0
+eval @ -> generation.backend=sglang & generation.sglang_cfg.dtype=float32 & cluster.gpus_per_node=0
+    & generation.bad_words=[no]
 eval @ -> generation.temperature=0 & eval.num_tests_per_prompt=4
 eval @ -> data.max_input_seq_length=99999
 eval @ -> eval.k_value=4

@@ -205,6 +205,15 @@ async_rl: {sampler: {name: in_order, max_lookahead_versions: 0}} -> {ASYNC.enabl
 async_rl: {sampler: {name: weight_fifo, max_staleness_versions: 2}} & APART -> {ASYNC.max_trajectory_age_steps: 2}
 async_rl: {sampler: {name: ready_first, max_staleness_versions: 1}} & APART
     -> {ASYNC.group_order: arrival, ASYNC.open_steps: 2}
+SGLANG {model_path: m, dtype: float32, context_length: 256, random_seed: 42, tp_size: 1, pp_size: 1}}} & ON_CPUS
+    & data: {max_input_seq_length: 256} -> {SG.dtype: float32, SG.context_length: 256}
+SGLANG {max_prefill_tokens: 64, schedule_policy: fcfs, tp_size: 1}}} & ON_CPUS
+    -> {policy.generation.sglang_kwargs: {max_prefill_tokens: 64, schedule_policy: fcfs}}
+SGLANG {sglang_server_config: {pause_generation_mode: in_place}}}} & ON_CPUS
+    -> {ASYNC.recompute_kv_cache_after_weight_updates: false}
+SGLANG {sglang_server_config: {pause_generation_mode: retract}}}} & ON_CPUS
+    -> {ASYNC.recompute_kv_cache_after_weight_updates: true}
+policy: {generation: {sglang_cfg: {max_prefill_tokens: 64}}} -> {policy.generation.sglang_kwargs: {}}
 """
 SHORT = {
     "MEGATRON": "policy: {dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true",
@@ -213,6 +222,9 @@ SHORT = {
     "DDP": "distributed_data_parallel_config",
     "ENGINE": "vllm_cfg",
     "STOP": "grpo.early_stopping",
+    "SGLANG": "policy: {generation: {backend: sglang, sglang_cfg:",
+    "SG": "policy.generation.sglang_cfg",
+    "ON_CPUS": "policy: {precision: float32} & cluster: {gpus_per_node: 0, cpu_workers_per_node: 1}",
     "ASYNC": "grpo.async_grpo",
     "GUESSES": "speculative_config: {method: eagle3, model: a, num_speculative_tokens: 3}",
     "MUON": "muon_use_nesterov: true, muon_extra_scale_factor: 0.2, muon_tp_mode: blockwise, muon_split_qkv: true",
@@ -374,6 +386,14 @@ MEGATRON, first_last_layers_bf16: true, fp8_cfg: {enabled: true}}}
 MEGATRON, model_overrides: {a: 1}}} -> overrides of Megatron's model, NeMo RL MAIN
 MEGATRON, scheduler: {lr_decay_style: cosine, lr_decay_iters: null}, MIN_LR}} & grpo: {max_num_steps: 1000000}
     -> decay over epochs; state the steps that they have
+SGLANG {tp_size: 2, pp_size: 1}}} & ON_CPUS -> engines of SGLang on several devices, NeMo RL v0.6
+SGLANG {sglang_server_config: {num_gpus_per_engine: 2}}}} & ON_CPUS
+    -> engines of SGLang on several devices, NeMo RL v0.6
+SGLANG {model_path: another}}} & ON_CPUS -> engines of SGLang for another model than the policy's, NeMo RL v0.6
+SGLANG {quantization: fp8, enable_lora: true}}} & ON_CPUS
+    -> adapters, quantised weights and images in engines of SGLang, NeMo RL v0.6
+SGLANG {sglang_server_config: {pause_generation_mode: abort}}}} & ON_CPUS -> generation that a sync aborts, NeMo RL MAIN
+SGLANG {sglang_router_config: {use_external_router: true}}}} & ON_CPUS -> a router of SGLang, NeMo RL MAIN
 data: {use_multiple_dataloader: true} -> several data loaders, NeMo RL v0.6
 policy: {generation: {vllm_kwargs: {speculative_config: {method: eagle}}}} & policy: {dequantize_base_checkpoint: true}
     -> drafts of EAGLE before version 3, NeMo RL v0.6; quantised base models, NeMo RL v0.5
@@ -452,6 +472,13 @@ policy: {generation: {ENGINE: {reset_encoder_cache_after_weight_update: true}}} 
 policy: {generation: {ENGINE: {logprobs_mode: null}, bad_words: null}, is_vlm: false} -> asks for nothing
 async_rl: {max_buffered_rollouts: 64, rollout_failure: {backoff_base_s: 1}} -> groups that fail are replaced
 async_rl: {recompute_kv_cache_after_weight_updates: true} -> a sync waits for the groups that play
+SGLANG {mem_fraction_static: 0.7}}} & ON_CPUS -> on a CPU cpu_kv_cache_space_gb decides it
+SGLANG {allow_auto_truncate: true}}} & ON_CPUS -> prompts that are too long never reach an engine
+SGLANG {log_level: info, skip_server_warmup: true}}} & ON_CPUS -> asks for nothing at this value
+SGLANG {attention_backend: triton, disable_radix_cache: true}}} & ON_CPUS -> the library decides it for engines
+SGLANG {sglang_router_config: {router_policy: a, port: 1}}}} & ON_CPUS -> asks for nothing at this value
+SGLANG {sglang_server_config: {needs_offload: false, num_gpus: 8}}}} & ON_CPUS -> the run decides it for engines
+policy: {generation: {use_async_rollouts: true}} -> policy.generation.use_async_rollouts: has no effect
 """
 
 

@@ -9,7 +9,7 @@ import ray
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.config import GenerationConfig, SglangConfig, VllmConfig
+from nemo_rl.models.generation.config import GenerationConfig, OwnEngineConfig, SglangConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.replicas import EngineGeneration
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
@@ -24,10 +24,11 @@ def generation_config(
     engine = {"precision": "float32", "max_model_len": max_model_len} | dict(vllm_cfg or {})
     validation: Any = {"val_temperature": 1.0, "val_top_p": 1.0, "val_top_k": None}
     engine_cfg = VllmConfig.model_validate(engine)
-    sglang_cfg = SglangConfig(dtype="float32", context_length=max_model_len)
-    return GenerationConfig(
-        max_new_tokens=32, vllm_cfg=engine_cfg, sglang_cfg=sglang_cfg, vllm_kwargs=vllm_kwargs, **validation
-    )
+    others: Any = {
+        "sglang_cfg": SglangConfig(dtype="float32", context_length=max_model_len),
+        "engine_cfg": OwnEngineConfig(precision="float32", max_model_len=max_model_len),
+    }
+    return GenerationConfig(max_new_tokens=32, vllm_cfg=engine_cfg, vllm_kwargs=vllm_kwargs, **others, **validation)
 
 
 def engine_settings(model: Any, config: GenerationConfig, **settings: Any) -> EngineSettings:

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.models.generation.config import engine_arguments
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.vllm.config import engine_arguments
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import ask, engine_settings, engines, generation_config, requests_of
 from tests.unit.generation.models import make_model
@@ -95,7 +95,7 @@ def test_triton_computes_float32_in_float32() -> None:
     """Its default is TF32, three digits, in vLLM's kernel of attention: more than 1e-4 between trainer and engine."""
     code = """
 from triton import knobs
-from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.startup import prepare_environment
 for precision, found in (("bfloat16", None), ("float32", "ieee")):
     prepare_environment("cuda", VllmConfig(precision=precision, max_model_len=64))

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from nemo_rl.models.generation.sglang import config, generation
+from nemo_rl.models.generation.sglang.generation import SglangGeneration
 from nemo_rl.models.generation.sglang.hooks import draw, draw_tokens
 from nemo_rl.models.generation.sglang.weight_loader import load
 from nemo_rl.refit.layout import exported
 from nemo_rl.refit.transfer import WeightSender
+from nemo_rl.utils import venvs
+from tests.unit.generation.configs import generation_config
 
 
 class Model(torch.nn.Module):
@@ -148,3 +153,41 @@ def test_a_token_and_its_logprobs_follow_the_row_s_own_temperature_and_filter() 
             logits[row:][:1], temperatures[row:][:1], filters[row:][:1], *(part[row:][:1] for part in how[1:])
         )
         assert torch.equal(alone[0][0], tokens[row]) and torch.equal(alone[1][0], logprobs[row])
+
+
+# -- what is said before anything starts
+
+
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's source as far as it is read: one model, and two arguments."""
+    for path, text in (
+        ("srt/models/llama.py", "class LlamaForCausalLM(nn.Module):\n    pass\n"),
+        ("srt/arg_groups/fields/schedule.py", "class Schedule:\n    schedule_policy: str\n    other: int = 1\n"),
+    ):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
+    for module in (config, generation):
+        monkeypatch.setattr(module, "source_folder", lambda: folder)
+    monkeypatch.setattr(generation, "what_is_missing", lambda extra: None)
+
+
+def test_a_model_or_an_argument_that_sglang_does_not_know_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
+    installed(tmp_path, monkeypatch)
+    settings = generation_config().model_copy(update={"backend": "sglang"})
+    SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
+    with pytest.raises(ValueError, match=r"backend=sglang: SGLang has no model MyLlama, .*; set .*backend=vllm"):
+        SglangGeneration.check(settings, LlamaConfig(architectures=["MyLlama"]))
+    problems = list(settings.engine.argument_problems({"schedule_polcy": "fcfs", "schedule_policy": "fcfs"}))
+    assert problems == [("schedule_polcy", "SGLang has no such argument; the nearest is schedule_policy")]
+
+
+def test_sglang_that_can_be_neither_found_nor_made_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    settings = generation_config().model_copy(update={"backend": "sglang"})
+    with pytest.raises(ValueError, match=r"backend=sglang: sglang==\S+ \(not installed\); .* is made by uv"):
+        SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / venvs._STAMP).touch()
+    SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
+    assert venvs.made_environments() == ["sglang"]

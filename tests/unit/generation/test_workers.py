@@ -14,12 +14,15 @@ from ray.exceptions import ActorDiedError, ObjectLostError
 
 from nemo_rl.distributed.actor_host import BUSY
 from nemo_rl.models.generation.answers import AnswerQueue, EngineWorker
-from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.generation.hf import HfWorker
 from nemo_rl.models.generation.interfaces import EngineDied
+from nemo_rl.models.generation.replicas import EngineGeneration, engines_of
+from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.startup import num_admitted, preload_by_link, start_failure
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, ImageSpan, StopReason
+from tests.unit.config.run_configs import build
 from tests.unit.generation.configs import engine_settings, generation_config
 from tests.unit.rollouts.engines import in_loop, request_of
 
@@ -59,8 +62,8 @@ class Engine:
 class Worker(VllmWorker):
     """One without the attributes that the start of an engine sets."""
 
-    def __init__(self, engine: Engine) -> None:
-        EngineWorker.__init__(self, engine_settings("model", generation_config(8), device="cuda"))
+    def __init__(self, engine: Engine, config: GenerationConfig | None = None) -> None:
+        EngineWorker.__init__(self, engine_settings("model", config or generation_config(8), device="cuda"))
         self._sampling_allowed.clear()
         self._engine: Any = engine
         self._num_inside, self._admitted = 0, asyncio.Semaphore(8)
@@ -413,3 +416,24 @@ async def test_the_death_of_a_rank_is_told_as_that_of_an_engine_and_an_answer_th
     rank.failure = None
     await worker.submit(requests([1]))
     assert (await answers_of(worker, 1))["0"].completion is not None
+
+
+# -- an engine of a user's own
+
+
+class OwnGeneration(EngineGeneration):
+    """Engines that are in no registry."""
+
+
+def test_an_engine_of_a_user_s_own_is_named_by_its_path() -> None:
+    path = f"{__name__}:{OwnGeneration.__name__}"
+    assert engines_of(path) is OwnGeneration
+    own = ("policy.generation.engine_cfg.max_model_len=99", "+policy.generation.engine_kwargs.size=3")
+    generation = build(f"policy.generation.backend='{path}'", *own, "data.max_input_seq_length=50").policy.generation
+    assert (generation.length_path, generation.arguments) == ("engine_cfg.max_model_len", {"size": 3})
+    assert (generation.engine.longest_sequence, generation.engine.wire_dtype) == (99, "bfloat16")
+    worker = Worker(Engine(), generation)
+    with pytest.raises(ValueError, match=r"policy\.generation\.engine_cfg\.max_model_len is 99"):
+        worker._max_tokens(request_of([1] * 99, 0, "0", max_new_tokens=1))
+    with pytest.raises(ValueError, match="must be a subclass of EngineGeneration"):
+        engines_of(f"{__name__}:Engine")

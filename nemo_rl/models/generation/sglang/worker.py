@@ -35,7 +35,9 @@ _RESERVED = 8  # more positions than SGLang leaves empty; `generate` sees to the
 
 def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str, Any]:
     """SGLang's arguments. `bytes_per_token`: of the KV cache."""
-    cfg = settings.cfg.sglang_cfg
+    cfg, own = settings.cfg.sglang_cfg, dict(settings.cfg.sglang_kwargs)
+    for key, message in cfg.argument_problems(own):  # the driver may have had no SGLang to ask
+        raise ValueError(f"{settings.cfg.key('sglang_kwargs')}.{key}: {message}")
     if settings.max_images is not None:
         raise ValueError("not supported yet: images with engines of SGLang; set policy.generation.backend=vllm")
     num_tokens = cfg.cpu_kv_cache_space_gb * _GIB // bytes_per_token
@@ -67,7 +69,8 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
         "chunked_prefill_size": -1,
         "mem_fraction_static": 0.9,  # of the machine's free memory, checked only: the next line decides
         "max_total_tokens": num_tokens,
-        "max_running_requests": min(num_fitting, 256),
+        "max_running_requests": min(num_fitting, own.pop("max_running_requests", 256)),
+        **own,
     }
 
 

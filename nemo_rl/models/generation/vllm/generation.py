@@ -1,7 +1,7 @@
 """The driver's handle of all vLLM replicas."""
 
-from nemo_rl.models.generation.config import ENGINE_ENVIRONMENT
 from nemo_rl.models.generation.replicas import EngineGeneration, EngineKind
+from nemo_rl.models.generation.vllm.config import ENGINE_ENVIRONMENT
 
 WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
 WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.distributed.worker_template import HUGE_PAGES
-from nemo_rl.models.generation.config import SPECULATION, VllmConfig, argument_problems
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm import plugins
+from nemo_rl.models.generation.vllm.config import SPECULATION, VllmConfig
 from nemo_rl.utils.guards import scratch_folder
 from nemo_rl.utils.registry import without_collections
 
@@ -76,7 +76,7 @@ def prepare_environment(device: str, cfg: VllmConfig) -> None:
         os.environ["GLIBC_TUNABLES"] = ":".join(tunable for tunable in tunables if tunable != HUGE_PAGES)
         # An engine of one rank computes in its process, as on a GPU: on a CPU vLLM would give the rank a further one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cfg.engine_size == 1 else "1"
-    elif cfg.dtype == "float32":
+    elif cfg.wire_dtype == "float32":
         # Triton computes products of float32 in TF32 by default; vLLM's attention in float32 is a kernel of Triton.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
@@ -113,12 +113,12 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cfg, vllm_cfg = settings.cfg, settings.cfg.vllm_cfg
-    for key, message in argument_problems(cfg.vllm_kwargs):  # the driver may have no vLLM to ask
+    for key, message in vllm_cfg.argument_problems(cfg.vllm_kwargs):  # the driver may have no vLLM to ask
         raise ValueError(f"{cfg.key('vllm_kwargs')}.{key}: {message}")
     arguments: dict[str, Any] = {
         "model": settings.model,
         "tokenizer": settings.tokenizer,
-        "dtype": vllm_cfg.dtype,
+        "dtype": vllm_cfg.wire_dtype,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "quantization": "fp8_per_block" if vllm_cfg.precision == "fp8" else None,
         "max_model_len": vllm_cfg.max_model_len,
@@ -136,7 +136,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if vllm_cfg.engine_size > 1:  # inside a Ray actor vLLM would choose Ray, which does not share a node's devices
         arguments["distributed_executor_backend"] = "mp"
     # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
-    head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
+    head = {"head_dtype": "float32"} if vllm_cfg.wire_dtype != "float32" else {}
     stored = PretrainedConfig.get_config_dict(settings.model)[0]
     router = _DEEPSEEK_V3_ROUTER if stored.get("model_type") == "deepseek_v3" else {}
     overrides = {**head, **router, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
@@ -168,7 +168,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if is_plain or cfg.speculation.get("method") == "mtp":  # prediction heads see overrides only if they are a function
         arguments["hf_overrides"] = partial(_overridden, overrides=overrides, is_plain=is_plain)
     # On a CPU with AMX vLLM chooses a backend for latent attention that takes no float32. A draft has its own backend.
-    latent = {"attention_backend": "CPU_MLA"} if settings.device == "cpu" and vllm_cfg.dtype == "float32" else {}
+    latent = {"attention_backend": "CPU_MLA"} if settings.device == "cpu" and vllm_cfg.wire_dtype == "float32" else {}
     if is_latent:
         arguments = latent | arguments
     if text.get("model_type") == "llama4_text":

@@ -29,21 +29,21 @@ def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str)
     """ValueError, naming the key and what would work, if layout, optimizer or scheduler do not work."""
     check_layout(config, model)
     if isinstance(config, RolloutPolicyConfig) and config.generation.backend == "hf":
-        _check_decoding(config.generation.key("backend"), model)
+        _check_decoding(config.generation.key("backend"), config.generation.default_engine, model)
     optimizer = build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
     build_scheduler(config, optimizer)
 
 
-def _check_decoding(key: str, model: PretrainedConfig) -> None:
+def _check_decoding(key: str, default: str, model: PretrainedConfig) -> None:
     kind = model.get_text_config().model_type
     if kind in OTHER_MIXERS:
         raise ValueError(
             f"{key}=hf: prompts are padded on the left there, and the layers of type {OTHER_MIXERS[kind]} of a "
-            f"{kind!r} model would read the padding; {remedy(f'{key}=vllm')}"
+            f"{kind!r} model would read the padding; {remedy(f'{key}={default}')}"
         )
     if sees_images(model):
         unseen = f"a {model.model_type!r} model would not see the images of prompts"
-        raise ValueError(f"{key}=hf: {unseen}; {remedy(f'{key}=vllm')}")
+        raise ValueError(f"{key}=hf: {unseen}; {remedy(f'{key}={default}')}")
 
 
 def check_saved_weights(directory: Path, config: PolicyConfig, model: PretrainedConfig) -> None:

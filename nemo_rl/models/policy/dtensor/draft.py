@@ -118,7 +118,7 @@ def draft_config(config: RolloutPolicyConfig, policy: PretrainedConfig) -> dict[
 
 def _none(config: RolloutPolicyConfig) -> str:
     """The remedy for a policy without a draft."""
-    speculation = config.generation.key("vllm_kwargs.speculative_config")
+    speculation = config.generation.key(config.generation.speculation_path)
     return remedy(f"{config.draft.key('enabled')}=false and {speculation}=null")
 
 

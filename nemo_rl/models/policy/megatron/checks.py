@@ -266,7 +266,9 @@ def _check_mixers(policy: PolicyConfig, text: PretrainedConfig) -> None:
         raise ValueError(f"{key}={size}: {what} read every sequence from its first token; {remedy(f'{key}=1')}")
     if isinstance(policy, RolloutPolicyConfig) and policy.generation.backend == "megatron":
         key = policy.generation.key("backend")
-        raise ValueError(f"{key}=megatron: {what} are not decoded there; {remedy(f'{key}=vllm')}")
+        raise ValueError(
+            f"{key}=megatron: {what} are not decoded there; {remedy(f'{key}={policy.generation.default_engine}')}"
+        )
 
 
 def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> None:
