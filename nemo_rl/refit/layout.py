@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from nemo_rl.refit.fingerprint import same_bytes
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
@@ -215,22 +217,59 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class OwnParts:
+    """Whether the gathers of some tensors brought this rank's own parts back as it gave them.
+
+    Every part of a tensor is the own part of some rank. So gathers were right if no rank finds a difference here and
+    all ranks have the same bytes.
+    """
+
+    def __init__(self) -> None:
+        self._differs: list[torch.Tensor] = []
+
+    def compare(self, given: torch.Tensor, returned: torch.Tensor) -> None:
+        """Note what a rank gave to a collective and the same part of the result: equal shapes and dtypes, strided or
+        not. A device is not waited for."""
+        assert given.shape == returned.shape, f"a part of {tuple(given.shape)} came back as {tuple(returned.shape)}"
+        given, returned = given.contiguous(), returned.contiguous()
+        if given.is_cpu:
+            differs = torch.tensor(not same_bytes(given.data_ptr(), returned.data_ptr(), given.nbytes))
+        else:
+            bits = _BITS[given.dtype.itemsize]  # NaN is not equal to itself
+            differs = (given.view(bits) != returned.view(bits)).any()
+        self._differs.append(differs)
+
+    def take(self) -> torch.Tensor:
+        """Whether any part differed since the last call: a bool scalar on the device of the parts."""
+        found, self._differs = self._differs, []
+        return torch.stack(found).any() if found else torch.tensor(False)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportedTensor:
     """One tensor under its Hugging Face name. Every rank lists the same tensors in the same order.
 
-    `gather(dtype)` is a collective over all ranks. It returns the whole tensor, contiguous, on the rank's device, with
-    floating-point values in `dtype` (None: as they are). `adapts` and `fixed` as in `TensorMeta`. `keeps_dtype`: the
-    tensor travels in its own dtype, while others are cast.
+    `collective`: see `gather`. `adapts` and `fixed` as in `TensorMeta`. `keeps_dtype`: the tensor travels in its own
+    dtype, while others are cast.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gather: Callable[[torch.dtype | None], torch.Tensor]
+    collective: Callable[[torch.dtype | None, OwnParts], torch.Tensor]
     adapts: str | None = None
     keeps_dtype: bool = False
     fixed: bool = False
+
+    def gather(self, dtype: torch.dtype | None, own: OwnParts | None = None) -> torch.Tensor:
+        """The whole tensor, contiguous, on the rank's device; floating-point values in `dtype` (None: as they are).
+
+        A collective over all ranks. What became of this rank's part in it is noted in `own`.
+        """
+        return self.collective(dtype, OwnParts() if own is None else own)
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
         """The dtype the tensor travels in: adapters in float32, other floating-point weights in `default`."""
@@ -253,14 +292,14 @@ def exported(
         name=name,
         shape=tuple(first.shape),
         dtype=first.dtype,
-        gather=lambda dtype: gathered(tensor().detach(), dtype),
+        collective=lambda dtype, own: gathered(tensor().detach(), dtype, own),
         keeps_dtype=keeps_dtype,
         fixed=fixed,
     )
 
 
-def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The whole of a tensor or DTensor, contiguous. Collective for a DTensor.
+def gathered(tensor: torch.Tensor, dtype: torch.dtype | None, own: OwnParts | None = None) -> torch.Tensor:
+    """The whole of a tensor or DTensor, contiguous. Collective for a DTensor, whose own part is noted in `own`.
 
     A shard is cast first if that shrinks the gather, and made contiguous, because gloo garbles strided tensors.
     """
@@ -269,19 +308,27 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         local = tensor.to_local()
         if wanted.itemsize < local.dtype.itemsize:
             local = local.to(wanted)
+        local = local.contiguous()
         if (group := sharing_rows(tensor)) is not None:
             whole = local.new_empty(tensor.shape)
-            dist.all_gather_single(whole, local.contiguous(), group=group)
+            dist.all_gather_single(whole, local, group=group)
+            if own is not None:
+                own.compare(local, whole[group.rank() * len(local) :][: len(local)])
             return whole.to(wanted)
         shards = DTensor.from_local(
-            local.contiguous(),
+            local,
             tensor.device_mesh,
             tensor.placements,
             run_check=False,
             shape=tensor.shape,
             stride=torch.empty(tensor.shape, device="meta").stride(),
         )
-        tensor = shards.full_tensor()
+        whole = shards.full_tensor()
+        if own is not None:
+            everywhere = [Replicate()] * tensor.device_mesh.ndim
+            returned = DTensor.from_local(whole, tensor.device_mesh, everywhere, run_check=False)
+            own.compare(local, returned.redistribute(placements=tensor.placements).to_local())  # cuts, sends nothing
+        tensor = whole
     return tensor.to(wanted).contiguous()
 
 
@@ -312,4 +359,5 @@ class WeightComparison:
 
     num_tensors: int = 0  # compared
     different: Mapping[str, float] = field(default_factory=dict)  # by tensor: the largest difference of a value
+    gather: str = ""  # how the policy's ranks gathered other weights than they hold, if they did
     not_compared: str = ""  # why, if they were not

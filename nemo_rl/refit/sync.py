@@ -169,10 +169,8 @@ class Refit(WeightSync):
                 if not packed:  # only now: engines finish their running step while the policy packs the first bucket
                     self.generation.wait(paused)
                 packed.append(results)
-                # Ranks that gathered other bytes would give engines of different nodes different weights.
-                digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
-                if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):
-                    raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")
+                if fault := _gather_fault(results):
+                    raise RefitError(fault)
                 info = {"version": version, "bucket": bucket, "fingerprints": results[0]["fingerprints"]}
                 loading.append(self.generation.receive_bucket_async(info, turn=len(loading)))
             for refs in loading[-num_open:]:
@@ -204,13 +202,17 @@ class Refit(WeightSync):
         if reasons := [reason for reason in self.generation.begin_comparison() if reason is not None]:
             return WeightComparison(not_compared=reasons[0])
         self.layout = None  # if it breaks off, the next sync begins with new buffers
+        gather = ""
         for bucket in range(len(layout.buckets)):
-            self.generation.compare_bucket(bucket, self.policy.pack(bucket)[0]["fingerprints"])
+            packed = self.policy.pack(bucket)
+            if not gather and (fault := _gather_fault(packed)):
+                gather = f"{layout.describe(bucket)}: {fault}"
+            self.generation.compare_bucket(bucket, packed[0]["fingerprints"])
         different: dict[str, float] = {}
         for name, value in (item for of_rank in self.generation.end_comparison() for item in of_rank.items()):
             different[name] = max(different.get(name, 0.0), value)
         self.layout = layout
-        return WeightComparison(num_tensors=len(layout.tensors), different=different)
+        return WeightComparison(num_tensors=len(layout.tensors), different=different, gather=gather)
 
     def _engine_death(self, error: Exception) -> WorkerError | None:
         """An error that names the dead engine that broke the group, if any. WorkerDied if a policy worker died.
@@ -234,6 +236,20 @@ class Refit(WeightSync):
             worker = f"{GENERATION}-{dead[0]}-0"
             text = f"{self.transport}: {GENERATION}-{dead[0]} died while weights were in flight"
         return WorkerError(text, worker=worker, rank=0, method="receive_bucket", exception_type="EngineDied")
+
+
+def _gather_fault(packed: Sequence[dict[str, Any]]) -> str | None:
+    """How the policy's ranks gathered other weights than they hold, by the results of `Sender.pack` of all of them.
+
+    A gather that is wrong shows in one of two ways: on the rank whose part it lost, or in bytes that differ by rank.
+    """
+    what = "the gather of the policy's shards brought other weights than its ranks hold"
+    if lost := sorted(result["rank"] for result in packed if result["own_parts_differ"]):
+        return f"{what}: ranks {lost} did not get their own parts back"
+    digests = {result["rank"]: result["digest"] for result in packed if "digest" in result}
+    if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):
+        return f"{what}: ranks {different} have other bytes than rank 0"
+    return None
 
 
 def _is_death(error: Exception) -> bool:

@@ -6,7 +6,8 @@
 
 Names, shapes, dtypes and offsets are agreed once (`PackLayout`). A sync then moves bytes and, per bucket, fingerprints.
 Every byte enters a fingerprint: the sender takes it of the source tensor (after the cast to the wire dtype), the
-receiver of the bytes it hands to the model.
+receiver of the bytes it hands to the model. A source tensor that ranks gather is right if every rank finds its own part
+in it (`OwnParts`) and all have the same fingerprints.
 """
 
 import math
@@ -25,6 +26,7 @@ from nemo_rl.refit.fingerprint import fingerprints, hash_and_copy, host_fingerpr
 from nemo_rl.refit.layout import (
     NUM_HALVES,
     ExportedTensor,
+    OwnParts,
     PackLayout,
     Piece,
     RefitError,
@@ -69,6 +71,7 @@ class Sender(ABC):
         if self._has_buffer:
             self._buffer = create_buffer(transport, NUM_HALVES * self.layout.bucket_bytes, device, rendezvous)
         self._no_half = torch.empty(0, dtype=torch.uint8, device=device)
+        self._own = OwnParts()
 
     @abstractmethod
     def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
@@ -89,8 +92,9 @@ class Sender(ABC):
         a collective waits for that itself.
 
         Returns:
-            `gather_s` and `pack_s` in seconds; from ranks with a buffer `digest`, a hash of the fingerprints; from rank
-            0 `fingerprints` (uint64, one per piece).
+            `gather_s` and `pack_s` in seconds; from ranks with a whole bucket `digest`, a hash of its fingerprints;
+            from rank 0 `fingerprints` (uint64, one per piece). `own_parts_differ`: gathers brought this rank's own
+            parts back as other bytes.
 
         Raises:
             RefitError: an engine has left the collective, or a rank received damaged bytes from another rank.
@@ -100,7 +104,8 @@ class Sender(ABC):
         number, begin = bucket % NUM_HALVES, self.layout.half_offset(bucket)
         try:
             if self._buffer is None:
-                result["gather_s"], _ = self._fill(bucket, self._no_half)
+                result["gather_s"], words = self._fill(bucket, self._no_half)
+                blob = words.cpu().numpy().tobytes()
             else:
                 broken = None
                 try:
@@ -114,9 +119,11 @@ class Sender(ABC):
                 # Reading the fingerprints waits for the copies into the half, which precede them in the stream.
                 blob = words.cpu().numpy().tobytes()
                 self._buffer.start(number, self.layout.used_bytes(bucket))
-                result["digest"] = xxhash.xxh3_64_hexdigest(blob)
                 if self._rank == 0:
                     result["fingerprints"] = blob
+            if blob:
+                result["digest"] = xxhash.xxh3_64_hexdigest(blob)
+            result["own_parts_differ"] = bool(self._own.take())
         except ConnectionError as error:
             raise RefitError(f"{self._transport}, {self.layout.describe(bucket)}: {error}") from error
         return result | {"pack_s": time.perf_counter() - started}
@@ -125,7 +132,8 @@ class Sender(ABC):
     def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
         """Write a bucket into `half` (uint8), which is empty on a rank without a buffer.
 
-        Returns the seconds of the exchange between ranks, and the fingerprints (int64, one per piece).
+        Returns the seconds of the exchange between ranks, and the fingerprints (int64, one per piece; none on a rank
+        that never has the whole bucket).
         """
 
     def close(self) -> None:
@@ -165,20 +173,21 @@ class WeightSender(Sender):
         for piece in self.layout.buckets[bucket]:
             if piece.start == 0:  # the tensor is gathered once, even if it continues in the next buckets
                 before = time.perf_counter()
-                self._current = self._weights[piece.tensor].gather(self._dtypes[piece.tensor])
+                self._current = self._weights[piece.tensor].gather(self._dtypes[piece.tensor], self._own)
                 gather_s += time.perf_counter() - before
                 meta = self.layout.tensors[piece.tensor]
                 assert self._current.shape == meta.shape, meta.name
                 assert self._current.is_contiguous(), f"{meta.name}: bytes are read by their address"
-            if self._buffer is None:
-                continue
-            if half.is_cpu:  # hash and copy in one pass, while the bytes are in the cache
-                source = self._current.data_ptr() + piece.start
-                values.append(hash_and_copy(source, address + piece.offset, piece.nbytes))
-            else:
+            source = self._current.data_ptr() + piece.start
+            if not half.is_cpu:
                 part = self._current.view(-1).view(torch.uint8)[piece.start : piece.start + piece.nbytes]
-                half[piece.offset : piece.offset + piece.nbytes].copy_(part)
+                if self._buffer is not None:
+                    half[piece.offset : piece.offset + piece.nbytes].copy_(part)
                 words.append(word_fingerprint(part))
+            elif self._buffer is not None:  # hash and copy in one pass, while the bytes are in the cache
+                values.append(hash_and_copy(source, address + piece.offset, piece.nbytes))
+            else:  # it gathers for the others, and says whether it has the same
+                values.append(host_fingerprint(source, piece.nbytes))
         if bucket == len(self.layout.buckets) - 1:  # a gathered tensor would take memory until the next sync
             self._current = torch.empty(0)
         return gather_s, torch.stack(words) if words else torch.from_numpy(np.array(values, np.uint64).view(np.int64))

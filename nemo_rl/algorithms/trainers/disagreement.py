@@ -63,6 +63,7 @@ class Cause(StrEnum):
     """Why training and generation disagree."""
 
     STALE_WEIGHTS = "stale weights"
+    GATHER = "the gather of the policy's shards"
     TENSOR = "a tensor differs after the refit"
     SAMPLING = "sampling parameters are not applied on one side"
     TOKENIZER = "the tokenizer's round trip changes tokens"
@@ -179,6 +180,13 @@ def _in_weights(e: Evidence) -> _Explanations:
             Cause.STALE_WEIGHTS,
             f"generation samples with weights of version {e.fresh_version}, the policy has version {e.policy_version}",
             "the last weight sync did not reach every engine: look for its errors in the log, and restart the run",
+        )
+    if e.weights.gather:
+        yield (
+            Cause.GATHER,
+            f"{e.weights.gather}; generation has what was gathered",
+            "collectives between the policy's ranks deliver wrong bytes: check their devices and network "
+            "(NCCL_DEBUG=INFO; nccl-tests), and report it with the layout of the policy",
         )
     different = sorted(e.weights.different.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} (by up to {value:.3g})" for name, value in different[:5])

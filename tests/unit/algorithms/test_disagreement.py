@@ -81,6 +81,7 @@ class LocalEngine:
     version: int = 3
     ignores: dict[str, Any] = field(default_factory=dict)  # sampling parameters it uses whatever a request says
     chosen: Callable[[Sample], np.ndarray] | None = None  # the experts it reports
+    gather: str = ""  # how the policy's shards were gathered wrongly
 
     def draw(self, prompts: Sequence[list[int]], sampling: SamplingParams, name: str) -> RolloutGroup:
         request = partial(GenerationRequest, sampling=replace(sampling, **self.ignores))
@@ -119,7 +120,8 @@ class LocalEngine:
     def compare(self) -> WeightComparison:
         ours, theirs = whole_weights(self.policy), whole_weights(self.worker)
         found = {n: largest_difference(t, [Segment(tuple(t.shape), t.stride(), 0, theirs[n])]) for n, t in ours.items()}
-        return WeightComparison(num_tensors=len(ours), different={k: v for k, v in found.items() if v > 0})
+        different = {name: value for name, value in found.items() if value > 0}
+        return WeightComparison(num_tensors=len(ours), different=different, gather=self.gather)
 
 
 def handle_of(group: RolloutGroup) -> GroupHandle:
@@ -211,6 +213,11 @@ def write_as_text(engine: LocalEngine, group: RolloutGroup) -> RolloutGroup:
     return group
 
 
+def lose_in_gather(engine: LocalEngine) -> None:
+    change(engine.worker)
+    engine.gather = LOST
+
+
 def break_attention(engine: LocalEngine) -> None:
     engine.policy.parts[0].config._attn_implementation = BROKEN
 
@@ -221,6 +228,7 @@ def case(cause: Cause, said: str, fault: Any = None, **how: Any) -> tuple[Cause,
 
 HOTTER = "with temperature 1.3, top-p 1, top-k off ... applies temperature 0.8"
 ONE_TENSOR = "1 of 21 tensors ... model.layers.1.mlp.up_proj.weight (by up to 0."
+LOST = "ranks [1] did not get their own parts back"
 MISSED = "samples with weights of version 2, the policy has version 3"
 OLDER = "were trained at version 4; fresh completions agree"
 DECODED = "change when they are decoded and tokenised again, and no recorded sample does"
@@ -230,6 +238,7 @@ CASES = {
     "a temperature not applied": case(Cause.SAMPLING, HOTTER, lambda e: e.ignores.update(temperature=1.3)),
     "a tensor that differs": case(Cause.TENSOR, ONE_TENSOR, lambda e: change(e.worker, "layers.1.mlp.up_proj")),
     "other weights": case(Cause.STALE_WEIGHTS, "21 of 21 tensors ... version 3", lambda e: change(e.worker)),
+    "a gather that loses bytes": case(Cause.GATHER, f"{LOST}; generation has what was gathered", lose_in_gather),
     "a missed sync": case(Cause.STALE_WEIGHTS, MISSED, lambda e: setattr(e, "version", 2)),
     "samples of older weights": case(Cause.STALE_WEIGHTS, OLDER, after=train_both, trained_version=4),
     "tokens made from text": case(Cause.TOKENIZER, DECODED, after=write_as_text),

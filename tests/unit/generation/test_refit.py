@@ -1,7 +1,8 @@
 """What a sync moves and sends, and who is named when its group breaks."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Policy:
     is_gone: bool = False
     fails: WorkerError | None = None
     endpoints: Sequence[dict[str, Any]] = ({},)  # of each rank
+    packed: Sequence[dict[str, Any]] = ({},)  # what each rank says of a bucket beside what all say
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         ranks = [{"rank": n, "layout_digest": "", "endpoints": own} for n, own in enumerate(self.endpoints)]
@@ -36,7 +38,8 @@ class Policy:
     def pack(self, bucket: int) -> list[dict[str, Any]]:
         if self.fails is not None:
             raise self.fails
-        return [{"rank": 0, "digest": "", "fingerprints": b"", "gather_s": 0.0, "pack_s": 0.0}]
+        said = {"digest": "", "own_parts_differ": False, "fingerprints": b"", "gather_s": 0.0, "pack_s": 0.0}
+        return [{"rank": rank, **said, **own} for rank, own in enumerate(self.packed)]
 
     def check_health(self, timeout_s: float | None = None) -> None:
         if self.is_gone:
@@ -53,6 +56,7 @@ class Generation:
     num_checks: int = 0
     weights_follow: bool = False
     workers: Sequence[str] = ("a", "b")
+    compared: list[int] = field(default_factory=list)
 
     def start_weight_update(self, *_: Any, **__: Any) -> list[int]:
         return []
@@ -65,6 +69,15 @@ class Generation:
 
     def finish_weight_update(self, version: int) -> bool:
         return self.keeps
+
+    def begin_comparison(self) -> list[str | None]:
+        return [None]
+
+    def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
+        self.compared.append(bucket)
+
+    def end_comparison(self) -> list[dict[str, float]]:
+        return [{}]
 
     def dead_workers(self) -> list[int]:
         self.num_checks += 1
@@ -113,6 +126,24 @@ def test_who_misses_the_dead_is_not_blamed_for_the_death(policy: Policy, generat
         synced(policy, generation)
     assert raised.value.worker == blamed
     assert isinstance(raised.value, WorkerDied) if blamed == "policy-0" else raised.value.engine_died
+
+
+@pytest.mark.parametrize(
+    ("packed", "fault"),
+    [
+        ([{}, {"own_parts_differ": True}], r"ranks \[1\] did not get their own parts back"),
+        ([{}, {}, {"digest": "other"}], r"ranks \[2\] have other bytes than rank 0"),
+    ],
+)
+def test_a_wrong_gather_of_the_policys_shards_stops_a_sync_and_is_named_by_a_comparison(packed, fault):
+    policy, generation = Policy(), Generation(workers=["a", "b"])
+    refit = synced(policy, generation)
+    assert refit.compare().gather == ""
+    policy.packed = packed
+    assert re.search(f"bucket 0 of 1 .*the gather of the policy's shards .*{fault}", refit.compare().gather)
+    assert generation.compared == [0, 0]  # the engines' side is compared all the same
+    with pytest.raises(RefitError, match=fault):
+        refit.sync(2)
 
 
 def test_a_policy_that_answers_nothing_is_not_waited_for_a_second_time(monkeypatch: pytest.MonkeyPatch):

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from nemo_rl.refit import layout as layouts
@@ -240,6 +242,49 @@ def test_sharded_parameters_are_gathered_and_one_rank_of_a_node_copies() -> None
     results = run_world(rank_main, 3)
     assert len({digest for digest, _ in results}) == 1
     assert [endpoints for _, endpoints in results] == [[host_key()], [], []]
+
+
+def nothing(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> None:
+    whole.fill_(torch.nan)
+
+
+def exchanged(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> None:
+    dist.all_gather_into_tensor(whole, part, **how)
+    whole.copy_(whole.roll(len(part), 0))
+
+
+def one_byte_of_another_rank(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> None:
+    dist.all_gather_into_tensor(whole, part, **how)
+    other = whole[0 if dist.get_rank() else -1 :]  # of two ranks with rows
+    other.view(torch.uint8).view(-1)[0] ^= dist.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("gather", "lost", "differs"),
+    [(None, False, False), (nothing, True, False), (exchanged, True, False), (one_byte_of_another_rank, False, True)],
+)
+def test_ranks_notice_a_gather_that_delivers_other_bytes_than_they_hold(gather: Any, lost: bool, differs: bool) -> None:
+    def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
+        placements = {
+            "rows": (6, Shard(0)),
+            "columns": (6, Shard(1)),
+            "uneven": (5, Shard(0)),
+            "whole": (3, Replicate()),
+        }
+        mesh = init_device_mesh("cpu", (world_size,))
+        torch.manual_seed(0)
+        weights = {
+            n: distribute_tensor(torch.randn(r, 8), mesh, [placement]) for n, (r, placement) in placements.items()
+        }
+        weights["rows"].to_local()[0, 0] = torch.nan
+        if gather is not None:
+            dist.all_gather_single = gather
+        sender = packing(exported_tensors(weights), "bfloat16", 1 << 20, rank=rank, local_rank=rank)
+        return [sender.pack(0) for _ in range(2)]
+
+    for results in zip(*run_world(rank_main, 2), strict=True):
+        assert [result["own_parts_differ"] for result in results] == [lost, lost]
+        assert (results[0]["digest"] != results[1]["digest"]) == differs
 
 
 # -- adapters that travel without their weights: the receiver adds them to base weights it has kept

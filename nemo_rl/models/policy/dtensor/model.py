@@ -41,7 +41,7 @@ from nemo_rl.models.policy.settings import PolicyWorkerSettings
 from nemo_rl.models.policy.vision.families import FAMILIES, name_in_model, part_of, sees_images, stored_name
 from nemo_rl.models.policy.vision.model import VisionLogprobModel
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, local_part, named_tensors
-from nemo_rl.refit.layout import ExportedTensor, exported, gathered, in_sending_order, sharing_rows
+from nemo_rl.refit.layout import ExportedTensor, OwnParts, exported, gathered, in_sending_order, sharing_rows
 from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def _adapted(
         name=name if is_adapter else weight,
         shape=tuple(parameter.shape),
         dtype=parameter.dtype,
-        gather=lambda dtype: gathered(values(), dtype),
+        collective=lambda dtype, own: gathered(values(), dtype, own),
         adapts=weight if is_adapter else None,
     )
 
@@ -304,13 +304,14 @@ class _SmallTensors:
         self.current: list[Callable[[], torch.Tensor]] = []
         self._whole: dict[int, torch.Tensor] = {}  # those that were not taken yet
 
-    def take(self, number: int, group: dist.ProcessGroup, dtype: torch.dtype | None) -> torch.Tensor:
+    def take(self, number: int, group: dist.ProcessGroup, dtype: torch.dtype | None, own: OwnParts) -> torch.Tensor:
         if number == 0:
-            shards = [gathered(local_part(current().detach()), dtype) for current in self.current]
-            own = torch.cat([shard.flatten() for shard in shards])
-            ranks = own.new_empty(group.size() * len(own))
-            dist.all_gather_single(ranks, own, group=group)
-            parts = ranks.view(group.size(), -1).split([shard.numel() for shard in shards], dim=1)
+            shards = [gathered(local_part(current().detach()), dtype, own) for current in self.current]
+            given = torch.cat([shard.flatten() for shard in shards])
+            ranks = given.new_empty(group.size(), len(given))
+            dist.all_gather_single(ranks, given[None], group=group)
+            own.compare(given, ranks[group.rank()])
+            parts = ranks.split([shard.numel() for shard in shards], dim=1)
             # Contiguous: with one row a rank a reshape alone would be a strided view of the columns.
             self._whole = {i: rows.contiguous().view(-1, *shards[i].shape[1:]) for i, rows in enumerate(parts)}
         return self._whole.pop(number)
@@ -333,16 +334,16 @@ def _plain(
         group = sharing_rows(tensor) if isinstance(tensor, DTensor) and tensor.nbytes <= _SMALL_BYTES else None
         if group is not None:
             together = small[group, tensor.dtype, fixed]  # a sync may leave out the fixed ones
-            whole = replace(whole, gather=functools.partial(together.take, len(together.current), group))
+            whole = replace(whole, collective=functools.partial(together.take, len(together.current), group))
             together.current.append(current)
         yield whole
         return
     parts: list[torch.Tensor] = []
 
-    def gather(index: int, dtype: torch.dtype | None) -> torch.Tensor:
+    def gather(index: int, dtype: torch.dtype | None, own: OwnParts) -> torch.Tensor:
         """The first piece gathers the parameter and the last one drops it, so that memory holds one at most."""
         if index == 0:
-            parts[:] = (part for _, part in names.split(name, gathered(current().detach(), dtype)))
+            parts[:] = (part for _, part in names.split(name, gathered(current().detach(), dtype, own)))
         assert len(parts) == len(pieces), "pieces are gathered in order"
         part = parts[index].contiguous()
         if index == len(pieces) - 1:
@@ -351,19 +352,19 @@ def _plain(
 
     for index, (piece, shape) in enumerate(pieces):
         one = functools.partial(gather, index)
-        yield ExportedTensor(name=piece, shape=shape, dtype=current().dtype, gather=one, fixed=fixed)
+        yield ExportedTensor(name=piece, shape=shape, dtype=current().dtype, collective=one, fixed=fixed)
 
 
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
     group = mesh.pipeline_group
     assert group is not None
     described: list[list[ExportedTensor]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(described, [replace(tensor, gather=torch.empty) for tensor in own], group=group)
+    dist.all_gather_object(described, [replace(tensor, collective=torch.empty) for tensor in own], group=group)
     mine = {tensor.name: tensor for tensor in own}
 
-    def broadcast(tensor: ExportedTensor, source: int, dtype: torch.dtype | None) -> torch.Tensor:
+    def broadcast(tensor: ExportedTensor, source: int, dtype: torch.dtype | None, parts: OwnParts) -> torch.Tensor:
         if tensor.name in mine:
-            whole = mine[tensor.name].gather(dtype).to(device)
+            whole = mine[tensor.name].gather(dtype, parts).to(device)
         else:
             # Integer buffers keep their dtype on every rank, as `gather` leaves them on the owning one.
             wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
@@ -372,7 +373,7 @@ def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.
         return whole
 
     return [
-        replace(tensor, gather=functools.partial(broadcast, tensor, dist.get_global_rank(group, stage)))
+        replace(tensor, collective=functools.partial(broadcast, tensor, dist.get_global_rank(group, stage)))
         for stage, of_stage in enumerate(described)
         for tensor in of_stage
     ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.megatron.mapping import HFTensor, ParallelRanks, ShardSlice, Vocabulary, WeightMap
 from nemo_rl.models.policy.weight_loading import StoredModel
-from nemo_rl.refit.layout import ExportedTensor
+from nemo_rl.refit.layout import ExportedTensor, OwnParts
 from nemo_rl.refit.shard_sender import ExportedShard
 
 
@@ -125,7 +125,7 @@ def export_weights(
     """Every Hugging Face tensor of the model, in its order, under its name on disk. A collective over all ranks.
 
     `shards` are this rank's `local_shards`. Each gather broadcasts every distinct shard from the first rank that holds
-    it, and holds one tensor at a time.
+    it, and holds one tensor at a time. A rank has no part of its own to compare: what it sends stays as it is.
     """
     own = [(shard.name, shard.dtype, shard.keeps_dtype, (shard.dim, shard.start, shard.stop)) for shard in shards]
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -138,7 +138,7 @@ def export_weights(
             holders[name].setdefault(extent, rank)  # replicas of a shard are equal: the first of them sends
     local = {shard.name: shard.local for shard in shards}
 
-    def gather(source: HFTensor, wanted: torch.dtype | None) -> torch.Tensor:
+    def gather(source: HFTensor, wanted: torch.dtype | None, parts: OwnParts) -> torch.Tensor:
         whole = torch.empty(source.shape, dtype=dtypes[source.name][0], device=device)
         # The same order on every rank: each of these is a collective.
         for (dim, start, stop), rank in holders[source.name].items():
@@ -157,7 +157,7 @@ def export_weights(
             name=source.name,
             shape=source.shape,
             dtype=dtypes[source.name][0],
-            gather=partial(gather, source),
+            collective=partial(gather, source),
             keeps_dtype=dtypes[source.name][1],
         )
         for source in weight_map.hf_tensors
