@@ -105,7 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = ModelFlops.of(AutoConfig.from_pretrained(folder))
         work = work_of(config, arguments.prompt_tokens, arguments.completion_tokens)
         layout = Layout.of(
-            config.policy, config.training_cluster.num_workers, config.generation_cluster.num_workers, sum(work.lengths)
+            config.policy,
+            model,
+            config.training_cluster.num_workers,
+            config.generation_cluster.num_workers,
+            sum(work.lengths),
         )
         columns = {
             name: predict(model, gpu, layout, work, a) for name, a in (("predicted", EXPECTED), ("ideal", IDEAL))

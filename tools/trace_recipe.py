@@ -13,8 +13,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -114,36 +115,57 @@ class Recipe:
             disk=sum(disk_bytes(folder) for folder in folders),
         )
 
-    def trace(self, rank: int, gpu: str, *, objects: Path | None = None, only_starts: bool = False) -> dict[str, Any]:
-        """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own.
+    def trace(self, rank: int, gpu: str) -> dict[str, Any]:
+        """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own."""
+        with tempfile.TemporaryDirectory() as folder:
+            return next(self._reports([self._task(rank, folder)], gpu, folder))
 
-        `objects`: see `neighbours.join`. `only_starts`: it takes no training step.
-        """
+    def trace_all(self, gpu: str) -> Iterator[dict[str, Any]]:
+        """What each rank did. First all of them start, and each leaves what the others need to know of it."""
+        with tempfile.TemporaryDirectory() as folder:
+            passes = [
+                self._task(rank, folder, objects=folder, only_starts=only_starts)
+                for only_starts in (True, False)
+                for rank in range(self.num_ranks)
+            ]
+            yield from islice(self._reports(passes, gpu, folder), self.num_ranks, None)
+
+    def _task(self, rank: int, folder: str, *, objects: str | None = None, only_starts: bool = False) -> dict[str, Any]:
+        """`objects`: see `neighbours.join`. `only_starts`: the rank takes no training step."""
+        return {
+            "config": str(self.path.absolute()),
+            "section": self.section,
+            "overrides": self.overrides,
+            "rank": rank,
+            "out": f"{folder}/report{rank}{only_starts:d}.json",
+            "observed_from": 3 if self.compiles else 0,
+            "has_indices": self.has_indices,
+            "objects": objects,
+            "only_starts": only_starts,
+        }
+
+    def _reports(self, tasks: Sequence[Mapping[str, Any]], gpu: str, folder: str) -> Iterator[dict[str, Any]]:
+        """The reports of the tasks as they end, one after the other. ValueError where one ends without."""
         from tools.standin.trace.index_values import WRITES
 
         standin = build(site_packages_of_torch(), cache_root() / "standin")
         # What a copy writes takes memory of this machine: Megatron's indices are smaller than the weights of an expert.
         writes = WRITES if self.section == "distillation" else WRITES >> 3 if self.has_indices else 0
         variables = environment(standin, gpu=gpu, writes=writes) | self.variables
-        with tempfile.TemporaryDirectory() as work:
-            task, out = Path(work, "task.json"), Path(work, "out.json")
-            asked = {
-                "config": str(self.path.absolute()),
-                "section": self.section,
-                "overrides": self.overrides,
-                "rank": rank,
-                "out": str(out),
-                "observed_from": 3 if self.compiles else 0,
-                "has_indices": self.has_indices,
-                "objects": None if objects is None else str(objects),
-                "only_starts": only_starts,
-            }
-            task.write_text(json.dumps(asked), encoding="utf-8")
-            command = [sys.executable, "-W", "ignore", "-m", "tools.standin.trace.rank", str(task)]
-            done = subprocess.run(command, cwd=ROOT, env=variables)
-            if done.returncode or not out.exists():
-                raise ValueError(f"the process of rank {rank} ended with status {done.returncode}")
-            return json.loads(out.read_text(encoding="utf-8"))
+        paths = [Path(folder, f"task{number}.json") for number, _ in enumerate(tasks)]
+        for path, task in zip(paths, tasks, strict=True):
+            path.write_text(json.dumps(task), encoding="utf-8")
+        command = [sys.executable, "-W", "ignore", "-m", "tools.standin.trace.rank", *map(str, paths)]
+        with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for task in tasks:
+                for line in process.stdout:
+                    if line == f"{task['out']}\n":
+                        break
+                    sys.stdout.write(line)
+                else:
+                    raise ValueError(f"the process of rank {task['rank']} ended with status {process.wait()}")
+                yield json.loads(Path(task["out"]).read_text(encoding="utf-8"))
 
 
 def gb(num_bytes: float) -> str:
@@ -225,18 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 <= arguments.rank < recipe.num_ranks:
             raise ValueError(f"--rank {arguments.rank}: the training ranks are 0 to {recipe.num_ranks - 1}")
         reports, problems = [], []
-        with tempfile.TemporaryDirectory() as folder:
-            objects = Path(folder) if arguments.all_ranks else None
-            ranks = range(recipe.num_ranks) if arguments.all_ranks else [arguments.rank]
-            if arguments.all_ranks:  # each leaves what the others need to know of it
-                for rank in ranks:
-                    recipe.trace(rank, arguments.gpu, objects=objects, only_starts=True)
-            for rank in ranks:
-                report = recipe.trace(rank, arguments.gpu, objects=objects)
-                told = {"config": arguments.config.name, "overrides": arguments.overrides, "compiles": recipe.compiles}
-                reports.append(report | told)
-                problems += problems_of(reports[-1])
-                print("\n".join(lines_of(reports[-1])), flush=True)
+        if arguments.all_ranks:
+            found = recipe.trace_all(arguments.gpu)
+        else:
+            found = iter([recipe.trace(arguments.rank, arguments.gpu)])
+        for report in found:
+            told = {"config": arguments.config.name, "overrides": arguments.overrides, "compiles": recipe.compiles}
+            reports.append(report | told)
+            problems += problems_of(reports[-1])
+            print("\n".join(lines_of(reports[-1])), flush=True)
     except (ValueError, OSError) as error:
         sys.stderr.write(visible(f"error: {error}\n"))
         return 2
@@ -247,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         groups = {group for of_rank in messages.values() for group in of_rank}
         calls = sum(len(found) for of_rank in messages.values() for found in of_rank.values())
         different = differences(messages)
-        print(f"{len(ranks)} ranks, {len(groups)} groups, {calls} calls: {len(different) or 'no'} differences")
+        print(f"{len(reports)} ranks, {len(groups)} groups, {calls} calls: {len(different) or 'no'} differences")
         problems += different
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(reports), encoding="utf-8")

@@ -58,6 +58,9 @@ class Layout:
 
 GRPO = ("data.max_input_seq_length=32", "policy.sequence_packing.logprob_mb_tokens=128")
 TENSOR = Layout("tiny-llama", 8, ("tensor_parallel_size=2", "sequence_parallel=true"), GRPO)
+ONE_ROW = Layout("tiny-qwen3", 16, others=GRPO)
+"""As many ranks as a norm of queries has numbers."""
+
 SHARDED = Layout("tiny-llama", 2, config="sft")
 PIPELINE = Layout("tiny-qwen3", 4, ("pipeline_parallel_size=2",), config="sft")
 EXPERTS = Layout("tiny-qwen3moe", 8, ("expert_parallel_size=4",), config="sft")
@@ -174,13 +177,22 @@ MISTAKES = {
         ("tests/unit/policy/test_policy_worker.py",),
     ),
     "strided-view": Mistake(
-        "a strided view whose bytes are sent by its address",
-        "nemo_rl/refit/layout.py",
-        "    return tensor.to(wanted).contiguous()\n",
-        "    return tensor.to(wanted)\n",
-        TENSOR,
-        "",
+        "a strided view whose bytes a weight sync sends by their address",
+        "nemo_rl/models/policy/dtensor/model.py",
+        "rows.contiguous().view(-1, *shards[i].shape[1:])",
+        "rows.reshape(-1, *shards[i].shape[1:])",
+        ONE_ROW,
+        "stops: bytes are read by their address",
         ("tests/unit/refit/test_weight_transfer.py",),
+    ),
+    "strided-message": Mistake(
+        "a strided view that a pipeline stage sends",
+        PIPELINES,
+        "return out.contiguous()  # gloo",
+        "return out.mT.contiguous().mT  # gloo",
+        PIPELINE,
+        "stops: send: tensors must be contiguous",
+        (*OF_PIPELINES, f"{LAYOUTS}[pp-gpipe-dp2]"),
         fails=True,
     ),
     "state-stays": Mistake(

@@ -329,7 +329,7 @@ class RolloutTrainer(Trainer):
             reference_passes=int(has_reference_pass),
         )
         training, generation = self.config.training_cluster.num_workers, self.config.generation_cluster.num_workers
-        layout = Layout.of(self.config.policy, training, generation, sum(lengths))
+        layout = Layout.of(self.config.policy, self.flops, training, generation, sum(lengths))
         timed = self.timer.get_timing_metrics("sum")
         for name, assumed in (("predicted_s", EXPECTED), ("ideal_s", IDEAL)):
             phases = predict(self.flops, self.policy.gpu, layout, work, assumed)

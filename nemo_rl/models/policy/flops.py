@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import RolloutPolicyConfig, token_budgets
-from nemo_rl.models.policy.layout import MegatronSizes, training_sizes
+from nemo_rl.models.policy.layout import MegatronSizes, Share, training_sizes
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta
 from nemo_rl.models.policy.vision.families import (
     FAMILIES,
@@ -130,6 +130,7 @@ class ModelFlops:
     per_pair: float
     windows: tuple[int | None, ...]  # of each attention layer: its sliding window, None if unlimited
     num_parameters: int
+    expert_parameters: int  # of these, those of routed experts
     cache_size: int  # numbers that a token has in the KV cache
     tower: TowerFlops | None = None  # of a vision-language model
     frozen: Collection[str] = ()  # its parts in which nothing is trained, not even an adapter
@@ -143,7 +144,7 @@ class ModelFlops:
         settings = text.to_dict()
         names = {text.attribute_map.get(name, name) for name in EXPERTS_PER_TOKEN} & settings.keys()
         num_routed = max((settings[name] or 0 for name in names), default=0)
-        weights = 0.0
+        weights, experts = 0.0, 0
         family = FAMILIES[config.model_type] if sees_images(config) else None
         tower = TowerFlops.of(config, model) if family is not None else None
         for name, module in model.named_modules():
@@ -154,9 +155,11 @@ class ModelFlops:
                     weights += parameter.numel()
                 elif parameter.ndim == 3:  # experts, fused as [experts, out, in]; without routing, factors of a token
                     weights += parameter.numel() * num_routed / len(parameter)
+                    experts += parameter.numel()
         counted: dict[str, Any] = {
             "per_token": 2.0 * weights,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "expert_parameters": experts,
             "tower": tower,
             "frozen": frozen,
             "shares_prompts": shares_prompts,
@@ -275,8 +278,7 @@ class Layout:
     training_gpus: int
     generation_gpus: int
     engine_gpus: int  # of one engine
-    weight_shards: int  # GPUs that hold one copy of the trained weights together
-    optimizer_shards: int  # and of the optimizer state
+    share: Share  # of a training GPU in the weights
     master_bytes: int  # of a trained weight
     engine_memory: float  # fraction of the GPU for an engine's weights and cache
     colocated: bool
@@ -285,29 +287,29 @@ class Layout:
     weight_passes: int  # micro-batches of a rank in a step, each of which gathers sharded weights twice
 
     @classmethod
-    def of(cls, policy: RolloutPolicyConfig, training_gpus: int, generation_gpus: int, num_tokens: float) -> Layout:
-        """The layout of a run whose steps have `num_tokens`."""
+    def of(
+        cls,
+        policy: RolloutPolicyConfig,
+        model: ModelFlops,
+        training_gpus: int,
+        generation_gpus: int,
+        num_tokens: float,
+    ) -> Layout:
+        """The layout of a run of `model` whose steps have `num_tokens`."""
         generation = policy.generation
         sizes = training_sizes(policy, training_gpus)
-        if isinstance(sizes, MegatronSizes):
-            shards = sizes.pipeline_parallel * sizes.tensor_parallel
-            optimizer_shards, master_bytes = training_gpus if sizes.shards_optimizer else shards, HALF
-            recomputes = policy.megatron_cfg.activation_checkpointing
-        else:
-            shards = optimizer_shards = training_gpus // sizes.dp_replicate
-            master_bytes = DTYPES[policy.master_precision].itemsize
-            recomputes = policy.dtensor_cfg.activation_checkpointing in (True, "full")
+        is_megatron = isinstance(sizes, MegatronSizes)
+        stages, experts = sizes.pipeline_parallel, model.expert_parameters
         return cls(
             training_gpus=training_gpus,
             generation_gpus=generation_gpus,
             engine_gpus=generation.engine.engine_size,
-            weight_shards=shards,
-            optimizer_shards=optimizer_shards,
-            master_bytes=master_bytes,
+            share=sizes.share((model.num_parameters - experts) / stages, experts / stages),
+            master_bytes=HALF if is_megatron else DTYPES[policy.master_precision].itemsize,
             engine_memory=generation.engine.memory_share,
             colocated=generation.colocated.enabled,
             is_frozen=policy.adapters.enabled,
-            recomputes=bool(recomputes),
+            recomputes=policy.backend_cfg.activation_checkpointing in (True, "full"),
             weight_passes=math.ceil(num_tokens / sizes.data_parallel / token_budgets(policy)[0]),
         )
 
@@ -344,10 +346,9 @@ class _Step:
     def __init__(self, model: ModelFlops, gpu: Gpu, layout: Layout, work: Work, assumed: Assumptions) -> None:
         self.model, self.gpu, self.layout, self.work, self.assumed = model, gpu, layout, work, assumed
         self._weight_bytes = HALF * model.num_parameters
-        self._shard = model.num_parameters / layout.weight_shards  # trained weights of a GPU
-        self._received = model.num_parameters - self._shard  # weights that a GPU lacks
+        self._shard = layout.share.own  # trained weights of a GPU
         # Weights of a GPU that have optimizer state; the state of adapters is too small to count.
-        self._optimized = 0.0 if layout.is_frozen else model.num_parameters / layout.optimizer_shards
+        self._optimized = 0.0 if layout.is_frozen else layout.share.optimized
         self._memory = gpu.memory * assumed.memory
         self._host, self._link = gpu.host * assumed.copies, gpu.link * assumed.copies
 
@@ -380,16 +381,19 @@ class _Step:
         return compute + swapped * self._shard / self._host
 
     def training(self) -> float:
-        """The larger of computing and gathering: FSDP gathers the next layer while it computes one."""
-        lengths, layout = self.work.lengths, self.layout
+        """The larger of computing and gathering: FSDP gathers the next layer while it computes one.
+
+        Where whole weights have a shard of the optimizer state, the new weights are gathered once, after the update.
+        """
+        lengths, layout, share = self.work.lengths, self.layout, self.layout.share
         flops = self.model.train(lengths, has_adapters=layout.is_frozen)
         if layout.recomputes:
             flops += sum(self.model.forward(length) for length in lengths)
         flops *= self.work.training_passes
         compute = flops / layout.training_gpus / (self.gpu.flops * self.assumed.training_flops)
-        gathered = 2 * HALF * self._received * layout.weight_passes * self.work.training_passes
-        reduced = FLOAT * self._received * self.work.training_passes
-        traffic = (gathered + reduced) / self._link
+        gathered = 2 * HALF * (share.whole - share.own) * layout.weight_passes + HALF * (share.own - share.optimized)
+        reduced = FLOAT * (share.whole - share.optimized)
+        traffic = (gathered + reduced) * self.work.training_passes / self._link
         return max(compute, traffic) + self._optimized * _UPDATE / self._memory
 
     def onload(self) -> float:
@@ -398,7 +402,7 @@ class _Step:
         return (self._shard * self.layout.master_bytes + self._optimized * _MOMENTS) / self._host
 
     def sync(self) -> float:
-        gather = HALF * self._received / self._link
+        gather = HALF * (self.model.num_parameters - self._shard) / self._link
         copy = _SYNC_COPIES * self._weight_bytes / self._memory
         if not self.layout.colocated:
             return gather + copy + self._weight_bytes / self._link

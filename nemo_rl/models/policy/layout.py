@@ -18,6 +18,16 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """Parameters of one rank, as numbers: memory and seconds are predicted from the same."""
+
+    whole: float  # with which it computes
+    own: float  # of these, what it holds between passes
+    optimized: float  # of these, what it has the optimizer state of
+    experts: float  # of `whole`
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
     """The number of ranks along each axis of the PyTorch backend."""
 
@@ -48,6 +58,14 @@ class ParallelSizes:
     @property
     def world_size(self) -> int:
         return self.pipeline_parallel * self.data_parallel * self.context_parallel * self.tensor_parallel
+
+    def share(self, dense: float, experts: float, uncut: float = 0.0) -> Share:
+        """What a rank has of the parameters of its stage. `uncut`: those that every tensor rank has whole."""
+        cut, own_experts = dense / self.tensor_parallel + uncut, experts / self.expert_parallel
+        shards = self.dp_shard * self.context_parallel
+        # The ranks that share experts are taken out of those that shard the parameters.
+        own = cut / shards + own_experts / (shards / self.expert_parallel)
+        return Share(whole=cut + own_experts, own=own, optimized=own, experts=own_experts)
 
     def describe(self) -> str:
         """The axes that share the work, as in `8 data x 2 context x 2 tensor`."""
@@ -116,6 +134,14 @@ class MegatronSizes(ParallelSizes):
             stages_per_rank=config.stages_per_rank,
             shards_optimizer=config.optimizer.shards_optimizer,
         )
+
+    def share(self, dense: float, experts: float, uncut: float = 0.0) -> Share:
+        cut = dense / self.tensor_parallel + uncut
+        own_experts = experts / self.expert_parallel / self.expert_tensor_parallel
+        whole = cut + own_experts
+        spread = cut / (self.data_parallel * self.context_parallel) + own_experts / self.expert_data_parallel
+        optimized = spread if self.shards_optimizer else whole
+        return Share(whole=whole, own=whole, optimized=optimized, experts=own_experts)
 
     def describe_shards(self) -> str:
         stages = self.pipeline_parallel * self.stages_per_rank

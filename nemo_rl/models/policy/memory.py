@@ -167,23 +167,21 @@ def training_phases(
     budgets = token_budgets(policy, sequences)
     is_megatron = isinstance(sizes, MegatronSizes)
     layers = -(-model.num_layers // sizes.pipeline_parallel)
-    dense = (layers * model.layer_parameters + model.root_parameters) / sizes.tensor_parallel + model.tower_parameters
-    # The ranks that share experts are taken out of those that shard the parameters.
-    experts = layers * model.expert_parameters / sizes.expert_parallel
+    share = sizes.share(
+        layers * model.layer_parameters + model.root_parameters,
+        layers * model.expert_parameters,
+        model.tower_parameters,
+    )
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
-    expert_shards = 1 if is_megatron else shards // sizes.expert_parallel
-    whole = dense + experts
-    own = dense / shards + experts / expert_shards
+    whole, own = share.whole, share.own
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
-    trained = 0.0 if not is_trained else own * 0.01 if policy.adapters.enabled else own
-    if isinstance(sizes, MegatronSizes):
-        of_experts = experts / whole
-        spread = (1 - of_experts) / (sizes.data_parallel * sizes.context_parallel)
-        spread = spread + of_experts / sizes.expert_data_parallel if sizes.shards_optimizer else 1
-        state = trained * 3 * MAIN_BYTES * spread  # a main copy and two moments
+    of_weights = 0.0 if not is_trained else 0.01 if policy.adapters.enabled else 1.0  # numbers that are trained
+    trained = own * of_weights
+    if is_megatron:
+        state = share.optimized * of_weights * 3 * MAIN_BYTES  # a main copy and two moments
     else:
         name = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
-        state = trained * OPTIMIZER_MOMENTS.get(name, 0) * master
+        state = share.optimized * of_weights * OPTIMIZER_MOMENTS.get(name, 0) * master
     resident = [Part("parameters", own * master, cut), Part(OPTIMIZER_STATE, state, cut)]
 
     reduced = trained * (MAIN_BYTES if is_megatron or machine.is_gpu else master)

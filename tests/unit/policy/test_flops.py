@@ -17,6 +17,7 @@ from nemo_rl.models.policy import flops as counts
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import frozen_parts
 from nemo_rl.models.policy.flops import GENERATION, LOGPROBS, SYNC, TRAINING, Gpu, Layout, ModelFlops, Work, predict
+from nemo_rl.models.policy.layout import Share
 from tests.tables import cases
 from tests.unit.config.run_configs import CONFIGS
 from tests.unit.policy.models import SHAPE
@@ -140,10 +141,12 @@ def test_linear_attention_has_no_pairs_and_its_convolution_counts() -> None:
 
 
 # A million parameters, round rates: every time can be read off.
-MODEL = ModelFlops(per_token=2e6, per_pair=0.0, windows=(None,), num_parameters=1_000_000, cache_size=100)
+MODEL = ModelFlops(per_token=2e6, per_pair=0.0, windows=(None,), num_parameters=1_000_000, expert_parameters=0,
+                   cache_size=100)  # fmt: skip
 GPU = Gpu(flops=1e12, memory=1e10, memory_gb=10, link=1e9, host=1e8)
 LAYOUT = Layout(
-    training_gpus=4, generation_gpus=4, engine_gpus=1, weight_shards=4, optimizer_shards=4, master_bytes=4,
+    training_gpus=4, generation_gpus=4, engine_gpus=1, master_bytes=4,
+    share=Share(whole=1e6, own=0.25e6, optimized=0.25e6, experts=0.0),
     engine_memory=0.5, colocated=True, is_frozen=False, recomputes=False, weight_passes=2,
 )  # fmt: skip
 WORK = Work(lengths=[1000] * 400, generated=[500] * 400, prompts=100, logprob_passes=2, reference_passes=1)
@@ -180,19 +183,26 @@ def test_what_a_phase_waits_for():
 
 
 LAYOUTS = """
-grpo.seed=0 -> 8 8 4 10
-policy.dtensor_cfg.dp_replicate_size=2 & policy.master_precision=bfloat16 -> 4 4 2 10
+grpo.seed=0 -> 80 10 10 4 10
+policy.dtensor_cfg.dp_replicate_size=2 & policy.master_precision=bfloat16 -> 80 20 20 2 10
+policy.dtensor_cfg.expert_parallel_size=4 -> 35 10 10 4 10
+policy.dtensor_cfg.pipeline_parallel_size=2 & policy.dtensor_cfg.tensor_parallel_size=2 -> 35 17.5 17.5 4 40
 policy.sequence_packing={enabled: false, train_mb_tokens: 1024}
-    & policy.dynamic_batching={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192} -> 8 8 4 10
+    & policy.dynamic_batching={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192} -> 80 10 10 4 10
 policy.dtensor_cfg.enabled=false & policy.optimizer=null & policy.scheduler=null
-    & policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2} -> 2 8 2 20
+    & policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2} -> 70 70 10 2 20
+policy.dtensor_cfg.enabled=false & policy.optimizer=null & policy.scheduler=null
+    & policy.megatron_cfg={enabled: true, expert_model_parallel_size: 4} -> 35 35 10 2 10
 """
 
 
 @pytest.mark.parametrize(("overrides", "numbers"), cases(LAYOUTS))
-def test_a_configuration_gives_shards_of_weights_and_optimizer_bytes_of_a_weight_and_passes(overrides, numbers):
+def test_a_configuration_gives_shares_of_weights_and_optimizer_bytes_of_a_weight_and_passes(overrides, numbers):
+    """Of 80 weights, 60 of them in experts."""
     recipe = CONFIGS / "recipes/llm/grpo-qwen2.5-7b-instruct-1n8g.yaml"
-    layout = Layout.of(load_config(GRPOMasterConfig, recipe, overrides).policy, 8, 8, 8192 * 80)
+    model = replace(MODEL, num_parameters=80, expert_parameters=60)
+    layout = Layout.of(load_config(GRPOMasterConfig, recipe, overrides).policy, model, 8, 8, 8192 * 80)
     assert (layout.training_gpus, layout.generation_gpus, layout.colocated) == (8, 8, True)
-    found = layout.weight_shards, layout.optimizer_shards, layout.master_bytes, layout.weight_passes
-    assert numbers == " ".join(map(str, found))
+    share = layout.share
+    found = share.whole, share.own, share.optimized, layout.master_bytes, layout.weight_passes
+    assert numbers == " ".join(f"{number:g}" for number in found)

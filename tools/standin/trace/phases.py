@@ -108,6 +108,12 @@ class Observer(TorchDispatchMode):
             return
         ranks = _ranks_of(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if func.namespace == "c10d" and not tensor.is_contiguous():
+                # NCCL sends the bytes from the tensor's address on, and torch's group of NCCL refuses this; the fake
+                # group takes it.
+                shape = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
+                raise ValueError(f"{name.strip('_')}: tensors must be contiguous, and this one has {shape}")
         largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
         kind = name.strip("_")
         key = f"{kind} x{len(ranks)}"

@@ -1,4 +1,4 @@
-"""One rank of a run over the stand-in, in a process of its own, started by `tools/trace_recipe.py`."""
+"""Ranks of a run over the stand-in, each in a process of its own, started by `tools/trace_recipe.py`."""
 
 from __future__ import annotations
 
@@ -67,13 +67,19 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One rank of a recipe, for tools/trace_recipe.py, which starts it.")
-    parser.add_argument("task", type=Path, help="a file of JSON that says what to trace")
-    task = json.loads(parser.parse_args().task.read_text(encoding="utf-8"))
-    report = trace(task)
-    Path(task["out"]).write_text(json.dumps(report), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # libraries for a GPU have nothing to give back here
+    """Each rank in a fork, before CUDA is initialised: modules are imported once for all. Prints the reports' paths."""
+    parser = argparse.ArgumentParser(description="Ranks of a recipe, for tools/trace_recipe.py, which starts them.")
+    parser.add_argument("tasks", type=Path, nargs="+", help="files of JSON that say what to trace")
+    for path in parser.parse_args().tasks:
+        task = json.loads(path.read_text(encoding="utf-8"))
+        if (child := os.fork()) == 0:
+            Path(task["out"]).write_text(json.dumps(trace(task)), encoding="utf-8")
+            sys.stdout.flush()
+            os._exit(0)  # libraries for a GPU have nothing to give back here
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            sys.exit(f"rank {task['rank']} ended with status {status}")
+        print(task["out"], flush=True)
 
 
 if __name__ == "__main__":
