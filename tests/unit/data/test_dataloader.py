@@ -18,6 +18,7 @@ from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.types import ExampleHandle, ExampleMeta
+from tests.tables import named
 
 
 def dataset(*sizes, weights=None):
@@ -187,16 +188,19 @@ def test_a_state_of_other_data_is_refused_with_the_differences():
         mixed([9, 9], [None, None], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
 
 
-def test_weights_are_for_all_training_datasets_or_for_none():
+@named(
+    "train, validation, message",
+    {
+        "one of two": ([1.0, None], None, r"train\.1\.weight: .*give all of them one, or none"),
+        "too many digits": ([0.123456789, 1.0], None, r"train\.0\.weight: .*use rounder ones"),
+        "in validation": ([None], [1.0], r"validation\.0\.weight: "),
+    },
+)
+def test_weights_are_for_all_training_datasets_or_for_none(train, validation, message):
     section = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
-    for train, validation, message in (
-        ([1.0, None], None, r"train\.1\.weight: .*give all of them one, or none"),
-        ([0.123456789, 1.0], None, r"train\.0\.weight: .*use rounder ones"),
-        ([None], [1.0], r"validation\.0\.weight: "),
-    ):
-        sets = [weights and [section | {"weight": weight} for weight in weights] for weights in (train, validation)]
-        with pytest.raises(ValidationError, match=message):
-            DataConfig(train=sets[0], validation=sets[1], max_input_seq_length=9)
+    sets = [weights and [section | {"weight": weight} for weight in weights] for weights in (train, validation)]
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(train=sets[0], validation=sets[1], max_input_seq_length=9)
 
 
 # -- streams

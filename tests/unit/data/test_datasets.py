@@ -20,6 +20,7 @@ from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.utils.tables import load_table
 from tests.conversations import assistant, user
+from tests.tables import named
 from tests.unit.data.test_examples import prompt
 
 COLUMNS = {"input_key": "question", "output_key": "solution"}
@@ -150,18 +151,24 @@ def test_the_validation_split_is_disjoint_whole_and_seeded(write):
     assert len(texts(max_samples=100)[0]) == 20
 
 
-def test_mistakes_are_named_with_what_there_is(write):
-    for keys, message in (
-        ({"input_key": "input"}, r"no column 'input' \(input_key\); its .* are: question, solution"),
-        ({"dataset_name": "json:nothing"}, "has no 'nothing'"),
-        ({"dataset_name": "gsm8k", "kwargs": {"n": 1}}, "takes no kwargs"),
-        ({"dataset_name": "o/set"}, r"dataset_name='o/set' is a path itself, and data_path='.*' is another"),
-        ({"split_validation_size": 20}, "of 20 rows leaves 20 for validation and 0"),
-        ({"split_validation_size": 0.01}, "leaves 0 for validation"),
-        ({"split_validation_size": 1.5}, "a fraction below 1, or a whole number of rows"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_rows(dataset(data_path=write(ROWS), **{**COLUMNS, **keys}))
+@named(
+    "keys, message",
+    {
+        "column": ({"input_key": "input"}, r"no column 'input' \(input_key\); its .* are: question, solution"),
+        "file type": ({"dataset_name": "json:nothing"}, "has no 'nothing'"),
+        "keyword argument": ({"dataset_name": "gsm8k", "kwargs": {"n": 1}}, "takes no kwargs"),
+        "two paths": (
+            {"dataset_name": "o/set"},
+            r"dataset_name='o/set' is a path itself, and data_path='.*' is another",
+        ),
+        "all rows to validation": ({"split_validation_size": 20}, "of 20 rows leaves 20 for validation and 0"),
+        "no row to validation": ({"split_validation_size": 0.01}, "leaves 0 for validation"),
+        "more than a fraction": ({"split_validation_size": 1.5}, "a fraction below 1, or a whole number of rows"),
+    },
+)
+def test_mistakes_are_named_with_what_there_is(keys, message, write):
+    with pytest.raises(ValueError, match=message):
+        load_rows(dataset(data_path=write(ROWS), **{**COLUMNS, **keys}))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +199,15 @@ def test_a_local_copy_of_named_conversations(write):
     )
 
 
-def test_numina_math_is_what_can_be_verified(write):
+@named(
+    "kwargs, problems",
+    {
+        "default": ({}, ["Q"]),
+        "unverifiable too": ({"verifiable_only": False}, ["Q", "unanswered", "proven"]),
+        "invalid too": ({"require_valid": False}, ["Q", "invalid"]),
+    },
+)
+def test_numina_math_is_what_can_be_verified(kwargs, problems, write):
     good = {"question_type": "math-word-problem", "problem_is_valid": "Yes", "solution_is_valid": "Yes"}
     rows = [
         {"problem": "Q", "answer": "34", "solution": "30 + 4", **good},
@@ -200,13 +215,8 @@ def test_numina_math_is_what_can_be_verified(write):
         {"problem": "proven", "answer": "1", "solution": "s", **good, "question_type": "proof"},
         {"problem": "invalid", "answer": "1", "solution": "s", **good, "solution_is_valid": "Incomplete"},
     ]
-    for kwargs, problems in (
-        ({}, ["Q"]),
-        ({"verifiable_only": False}, ["Q", "unanswered", "proven"]),
-        ({"require_valid": False}, ["Q", "invalid"]),
-    ):
-        read, _ = load_rows(dataset(dataset_name="NuminaMath-1.5", data_path=write(rows), kwargs=kwargs))
-        assert [row["problem"] for row in read] == problems
+    read, _ = load_rows(dataset(dataset_name="NuminaMath-1.5", data_path=write(rows), kwargs=kwargs))
+    assert [row["problem"] for row in read] == problems
     assert read[0]["expected_answer"] == "34"
 
 
@@ -300,11 +310,18 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(write):
     assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
 
 
-def test_a_prompt_file_has_one_place_for_the_problem(tmp_path):
-    for text, message in (("Solve it", "exactly one"), ("\\boxed{x}: {}", "braces twice"), ("{}: {}", "braces twice")):
-        (tmp_path / "prompt.txt").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            TaskDataSpec(prompt_file=tmp_path / "prompt.txt")
+@named(
+    "text, message",
+    {
+        "none": ("Solve it", "exactly one"),
+        "braces of LaTeX": ("\\boxed{x}: {}", "braces twice"),
+        "two": ("{}: {}", "braces twice"),
+    },
+)
+def test_a_prompt_file_has_one_place_for_the_problem(text, message, tmp_path):
+    (tmp_path / "prompt.txt").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        TaskDataSpec(prompt_file=tmp_path / "prompt.txt")
 
 
 def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():

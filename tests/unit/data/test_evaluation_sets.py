@@ -22,8 +22,9 @@ def rows_of(name, path, seed=42):
     return EVAL_DATASETS[name].load(cfg)
 
 
-def test_problems_and_options(write):
-    for name, row, asked, answer, kind in (
+@pytest.mark.parametrize(
+    ("name", "row", "asked", "answer", "kind"),
+    [
         ("aime2024", AIME, "Find n.", "204", "math"),
         ("aime2025", {"question": "Find m.", "answer": "70"}, "Find m.", "70", "math"),
         ("math500", {**MATH, "answer": r"\frac{1}{2}", "unique_id": "t/1"}, "Half of one?", r"\frac{1}{2}", "math"),
@@ -33,10 +34,12 @@ def test_problems_and_options(write):
         ("mmlu", MMLU | {"answer": 0}, {"A": "3", "B": "4", "C": "5", "D": "6"}, "A", "english_multichoice"),
         ("mmlu_pro", MMLU_PRO, dict(zip("ABCDEFGHIJ", MMLU_PRO["options"], strict=True)), "J", "english_multichoice"),
         ("mmlu_DE-DE", MMMLU, {"A": "a", "B": "b", "C": "c", "D": "d"}, "C", "multilingual_multichoice"),
-    ):
-        (found,) = rows_of(name, write([row]))
-        assert (found["problem" if kind == "math" else "options"], found["expected_answer"]) == (asked, answer)
-        assert answer_kind(name) == EVAL_DATASETS[name].kind == kind
+    ],
+)
+def test_problems_and_options(name, row, asked, answer, kind, write):
+    (found,) = rows_of(name, write([row]))
+    assert (found["problem" if kind == "math" else "options"], found["expected_answer"]) == (asked, answer)
+    assert answer_kind(name) == EVAL_DATASETS[name].kind == kind
 
 
 def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(write):
@@ -55,8 +58,9 @@ def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(write):
     assert answers(questions, seed=1) != first
 
 
-def test_a_row_without_an_answer_is_named(write):
-    for name, row, column, value, told in (
+@pytest.mark.parametrize(
+    ("name", "row", "column", "value", "told"),
+    [
         ("aime2024", AIME, "answer", None, "has no answer: column 'answer' is empty"),
         ("aime2024", AIME, "problem", "  ", "has no problem: column 'problem' is empty"),
         ("math", MATH, "solution", "It is one half.", "has no answer: none is found in column 'solution'"),
@@ -64,11 +68,13 @@ def test_a_row_without_an_answer_is_named(write):
         ("gpqa", GPQA, "Incorrect Answer 2", None, "has no option: column 'Incorrect Answer 2' is empty"),
         ("mmlu", MMLU, "answer", 4, "has the answer 'E' in column 'answer'; its options are A, B, C, D"),
         ("mmlu_DE-DE", MMMLU, "Answer", "E", "has the answer 'E' in column 'Answer'"),
-    ):
-        rows = rows_of(name, write([row, row | {column: value}]))
-        assert rows[0]["expected_answer"]
-        with pytest.raises(ValueError, match=f"'{name}': row 1 {told}"):
-            rows[1]
+    ],
+)
+def test_a_row_without_an_answer_is_named(name, row, column, value, told, write):
+    rows = rows_of(name, write([row, row | {column: value}]))
+    assert rows[0]["expected_answer"]
+    with pytest.raises(ValueError, match=f"'{name}': row 1 {told}"):
+        rows[1]
 
 
 def test_a_file_of_another_name_and_what_is_wrong_with_files(tmp_path):

@@ -6,6 +6,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDataConfig, PreferenceDataConfig
+from tests.tables import named
 
 
 class Policy(StrictModel):
@@ -25,20 +26,25 @@ def dpo(**data):
     return build_config(DPORun, {"data": {"train": {"data_path": "a.jsonl"}, **data}})
 
 
-def test_validation_is_one_dataset_a_list_or_a_mapping_of_names():
-    files = [{"data_path": "/x/dev.jsonl"}, {"data_path": "o/set"}]
-    for validation, names in (
-        (None, []),
-        (SQUAD, ["default"]),
-        (SQUAD | {"name": "dev"}, ["dev"]),
-        ([SQUAD | {"name": "a"}, SQUAD, *files], ["a", "squad", "dev", "set"]),
-        ({"math": {"dataset_name": "gsm8k"}, "chat": {"data_path": "dev.csv"}}, ["math", "chat"]),
-    ):
-        config = sft(validation=validation)
-        assert [name for name, _ in config.data.validation_sets] == names
-        assert config.data.has_validation == bool(names)
-        assert all(dataset.processor == "sft_processor" for _, dataset in config.data.validation_sets)
-        assert build_config(SFTRun, yaml.safe_load(dump_config(config))) == config
+FILES = [{"data_path": "/x/dev.jsonl"}, {"data_path": "o/set"}]
+
+
+@named(
+    "validation, names",
+    {
+        "none": (None, []),
+        "one": (SQUAD, ["default"]),
+        "one with a name": (SQUAD | {"name": "dev"}, ["dev"]),
+        "a list": ([SQUAD | {"name": "a"}, SQUAD, *FILES], ["a", "squad", "dev", "set"]),
+        "a mapping": ({"math": {"dataset_name": "gsm8k"}, "chat": {"data_path": "dev.csv"}}, ["math", "chat"]),
+    },
+)
+def test_validation_is_one_dataset_a_list_or_a_mapping_of_names(validation, names):
+    config = sft(validation=validation)
+    assert [name for name, _ in config.data.validation_sets] == names
+    assert config.data.has_validation == bool(names)
+    assert all(dataset.processor == "sft_processor" for _, dataset in config.data.validation_sets)
+    assert build_config(SFTRun, yaml.safe_load(dump_config(config))) == config
 
 
 def test_defaults_reach_every_dataset():
@@ -71,8 +77,9 @@ def test_a_set_beside_rows_of_the_training_data_has_its_own_name():
     assert name == "squad", "the rows set aside are called default"
 
 
-def test_mistakes_of_a_section_are_named():
-    for data, message in (
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
         ({"validation": {"a": {"dataset_name": "squad", "splt": "x"}}}, r"validation\.a\.splt: unknown key.*a\.split"),
         ({"validation": {"dataset_name": "squad", "splt": "x"}}, r"validation\.splt: unknown key"),
         ({"validation": [{"dataset_name": "squad"}] * 2}, "more than one set called squad"),
@@ -86,9 +93,11 @@ def test_mistakes_of_a_section_are_named():
         ({"train": HELD_OUT, "validation": {"default": {"dataset_name": "b"}}}, "more than one set called default"),
         ({"train": {"dataset_name": "a", "system_prompt": "x", "system_prompt_file": "y"}}, "keep one of them"),
         ({"train": {"dataset_name": "a"}, "use_multiple_dataloader": True}, "not supported yet"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            sft(**data)
+    ],
+)
+def test_mistakes_of_a_section_are_named(data, message):
+    with pytest.raises(ConfigError, match=message):
+        sft(**data)
 
 
 def test_keys_of_nemo_rl_that_ask_for_nothing_are_taken():

@@ -11,6 +11,7 @@ from nemo_rl.data.datasets.examples import chat_row, helpsteer3_row, squad_row, 
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import BAD_ROW
 from tests.conversations import assistant, user
+from tests.tables import named
 
 
 def sft(**kwargs):
@@ -90,16 +91,22 @@ def test_openai_format_keeps_tools_and_calls():
     assert [message["content"] for message in own_system["messages"]] == ["x", "a"]
 
 
-def test_what_is_no_conversation_is_named_with_its_column():
-    for messages, message in (
-        ("hello", "must hold a list of messages"),
-        ([{"content": "a"}], "message without a role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "only text can be used"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "no JSON"),
-        ([{"role": "assistant", "tool_calls": ["f"]}], "no object"),
-    ):
-        with pytest.raises(ValueError, match=f"column 'chat'.*{message}"):
-            chat_row({"chat": messages}, chat_key="chat")
+@named(
+    "messages, message",
+    {
+        "text": ("hello", "must hold a list of messages"),
+        "no role": ([{"content": "a"}], "message without a role"),
+        "picture": ([{"role": "user", "content": [{"type": "image_url"}]}], "only text can be used"),
+        "arguments": (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "no JSON",
+        ),
+        "tool call": ([{"role": "assistant", "tool_calls": ["f"]}], "no object"),
+    },
+)
+def test_what_is_no_conversation_is_named_with_its_column(messages, message):
+    with pytest.raises(ValueError, match=f"column 'chat'.*{message}"):
+        chat_row({"chat": messages}, chat_key="chat")
 
 
 def test_tools_of_one_row_leave_no_trace_in_another(write, tmp_path):
@@ -143,8 +150,9 @@ def test_plain_texts_are_said_by_the_assistant(write):
     assert [row["messages"] for row in rows_of(path, **texts)] == [[assistant("one\ntwo")], [assistant("three")]]
 
 
-def test_keys_that_name_nothing_are_refused(write):
-    for section, rows, keys, message in (
+@pytest.mark.parametrize(
+    ("section", "rows", "keys", "message"),
+    [
         (sft, [MATH], {"dataset_name": "OpenMathInstruct-2", "output_key": "a"}, r"no column 'a' \(output_key\)"),
         (sft, TREES, OASST | {"kwargs": {"lang": "de"}}, "is empty"),
         (sft, TREES, OASST | {"kwargs": {"paths": "some"}}, "kwargs takes paths, lang; paths: Input should be 'best'"),
@@ -161,9 +169,11 @@ def test_keys_that_name_nothing_are_refused(write):
         (sft, BINARY, {"dataset_name": "PreferenceDataset"}, "'PreferenceDataset' holds preferences"),
         (dpo, [], {"dataset_name": "squad", "data_path": None}, "'squad' holds no preferences"),
         (dpo, [], GENERATED | {"chosen_key": "good"}, "chosen_key=good is set but the dataset is generated"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_rows(section(**{"data_path": write(rows), **keys}))
+    ],
+)
+def test_keys_that_name_nothing_are_refused(section, rows, keys, message, write):
+    with pytest.raises(ValueError, match=message):
+        load_rows(section(**{"data_path": write(rows), **keys}))
 
 
 def test_rows_that_cannot_be_converted_are_marked(write):

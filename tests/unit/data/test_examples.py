@@ -16,6 +16,7 @@ from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import Task, setup_examples
 from nemo_rl.types import Prompt
 from tests.conversations import assistant, user
+from tests.tables import named
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 TOKENIZER = tokenizer_with(TEMPLATES["chatml"])
@@ -41,19 +42,25 @@ def learned(example, tokenizer=TOKENIZER):
     return [tokenizer.decode(example.token_ids[run]) for run in runs]
 
 
-def test_the_loss_mask_follows_the_roles():
-    for options, expected in (
-        ({}, ["b<|im_end|>", "d<|im_end|>"]),
-        ({"only_unmask_final": True}, ["d<|im_end|>"]),
-        ({"add_generation_prompt": False}, [f"<|im_start|>assistant\n{text}<|im_end|>" for text in "bd"]),
-        ({"roles_to_train_on": ["user"]}, [f"<|im_start|>user\n{text}<|im_end|>" for text in "ac"]),
-    ):
-        (example,), meta = maker(**options)(prompt({"messages": CONVERSATION}))
-        assert learned(example) == expected and meta.problem is None
-        assert (example.sample_id, meta.prompt_id, meta.index) == ("rows:7", "rows:7", 0)
-        assert (meta.lengths, meta.num_loss_tokens) == ((len(example.token_ids),), example.token_mask.sum())
-        assert (example.token_ids.dtype, example.token_mask.dtype) == (np.int32, np.bool_)
-        assert TOKENIZER.decode(example.token_ids) == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
+@named(
+    "options, expected",
+    {
+        "default": ({}, ["b<|im_end|>", "d<|im_end|>"]),
+        "final answer": ({"only_unmask_final": True}, ["d<|im_end|>"]),
+        "without generation prompt": (
+            {"add_generation_prompt": False},
+            [f"<|im_start|>assistant\n{text}<|im_end|>" for text in "bd"],
+        ),
+        "user": ({"roles_to_train_on": ["user"]}, [f"<|im_start|>user\n{text}<|im_end|>" for text in "ac"]),
+    },
+)
+def test_the_loss_mask_follows_the_roles(options, expected):
+    (example,), meta = maker(**options)(prompt({"messages": CONVERSATION}))
+    assert learned(example) == expected and meta.problem is None
+    assert (example.sample_id, meta.prompt_id, meta.index) == ("rows:7", "rows:7", 0)
+    assert (meta.lengths, meta.num_loss_tokens) == ((len(example.token_ids),), example.token_mask.sum())
+    assert (example.token_ids.dtype, example.token_mask.dtype) == (np.int32, np.bool_)
+    assert TOKENIZER.decode(example.token_ids) == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
 
 
 def test_begin_and_end_tokens_system_prompt_and_prompt_file(tmp_path):
@@ -74,26 +81,30 @@ PAIR = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
 ASKED, TWO, THREE = user("1+1"), assistant("2"), assistant("3")
 
 
-def test_pairs_share_the_prompt_and_learn_the_answers():
-    for row in (
-        {**PAIR, "margin": 2},
-        {"prompt": [ASKED], "chosen": [{**TWO, "name": None}], "rejected": [THREE], "margin": 2},
-        {"chosen": [ASKED, TWO], "rejected": [ASKED, THREE], "margin": 2.0},
-    ):
-        (chosen, rejected), meta = maker("preference_processor")(prompt(row))
-        assert (chosen.sample_id, rejected.sample_id) == ("rows:7/chosen", "rows:7/rejected")
-        assert (learned(chosen), learned(rejected)) == (["2<|im_end|>"], ["3<|im_end|>"])
-        assert (chosen.margin, rejected.margin) == (2.0, 0.0)
-        assert (meta.lengths, meta.num_loss_tokens) == ((len(chosen.token_ids), len(rejected.token_ids)), 4)
-        shared = int(np.flatnonzero(chosen.token_mask)[0])
-        assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
+@named(
+    "row",
+    {
+        "texts": {**PAIR, "margin": 2},
+        "messages": {"prompt": [ASKED], "chosen": [{**TWO, "name": None}], "rejected": [THREE], "margin": 2},
+        "whole conversations": {"chosen": [ASKED, TWO], "rejected": [ASKED, THREE], "margin": 2.0},
+    },
+)
+def test_pairs_share_the_prompt_and_learn_the_answers(row):
+    (chosen, rejected), meta = maker("preference_processor")(prompt(row))
+    assert (chosen.sample_id, rejected.sample_id) == ("rows:7/chosen", "rows:7/rejected")
+    assert (learned(chosen), learned(rejected)) == (["2<|im_end|>"], ["3<|im_end|>"])
+    assert (chosen.margin, rejected.margin) == (2.0, 0.0)
+    assert (meta.lengths, meta.num_loss_tokens) == ((len(chosen.token_ids), len(rejected.token_ids)), 4)
+    shared = int(np.flatnonzero(chosen.token_mask)[0])
+    assert chosen.token_ids[:shared].tolist() == rejected.token_ids[:shared].tolist()
 
 
 SFT, PAIRS, TOKENS = "sft_processor", "preference_processor", "pretokenized"
 
 
-def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short():
-    for processor, row, kind, text in (
+@pytest.mark.parametrize(
+    ("processor", "row", "kind", "text"),
+    [
         (SFT, {"messages": [*CONVERSATION, USER]}, "ends_with_user", ", column 'messages': the conversation ends"),
         (SFT, {"messages": [USER, {**ANSWER, "content": " \n"}]}, "empty_answer", ", column 'mes.*message is empty"),
         (SFT, {"messages": [USER, assistant("2" * 39)]}, "too_long", ", column .* 61 tokens, more than data.max_in"),
@@ -125,18 +136,20 @@ def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short():
         (TOKENS, {"input_ids": [3, 4], "labels": [4, -100]}, "bad_row", ": .*s' has 4 at position 0 where column 'inp"),
         (TOKENS, {"input_ids": [3, 4], "labels": [3]}, "bad_row", ": column 'labels' has 1 entries and column 'inp"),
         (TOKENS, {"input_ids": [0.5]}, "bad_row", ": column 'input_ids' must be a list of integers"),
-    ):
-        make = maker(processor, columns={"chosen": "good", "rejected": "bad"}, max_length=60)
-        examples, meta = make(prompt(row))
-        assert meta.problem_kind == kind and re.match(f"row rows:7{text}", meta.problem)
-        if kind == "bad_row":  # perhaps every row is like this: an error where rows are tried
-            with pytest.raises(ValueError, match=f"row rows:7{text}"):
-                make.make(prompt(row))
-        names = ["rows:7/chosen", "rows:7/rejected"] if processor == PAIRS else ["rows:7"]
-        assert [example.sample_id for example in examples] == names
-        assert meta.lengths == tuple(len(example.token_ids) for example in examples)
-        assert meta.num_loss_tokens == 0 and not any(example.token_mask.any() for example in examples)
-        assert all(1 <= length <= 4 for length in meta.lengths)
+    ],
+)
+def test_what_cannot_be_trained_on_is_named_by_row_and_column_and_cut_short(processor, row, kind, text):
+    make = maker(processor, columns={"chosen": "good", "rejected": "bad"}, max_length=60)
+    examples, meta = make(prompt(row))
+    assert meta.problem_kind == kind and re.match(f"row rows:7{text}", meta.problem)
+    if kind == "bad_row":  # perhaps every row is like this: an error where rows are tried
+        with pytest.raises(ValueError, match=f"row rows:7{text}"):
+            make.make(prompt(row))
+    names = ["rows:7/chosen", "rows:7/rejected"] if processor == PAIRS else ["rows:7"]
+    assert [example.sample_id for example in examples] == names
+    assert meta.lengths == tuple(len(example.token_ids) for example in examples)
+    assert meta.num_loss_tokens == 0 and not any(example.token_mask.any() for example in examples)
+    assert all(1 <= length <= 4 for length in meta.lengths)
 
 
 def test_datasets_are_tried_before_the_run(caplog):

@@ -7,6 +7,7 @@ from nemo_rl.data.config import DatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.datasets.arithmetic import arithmetic_space, in_split
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.utils.sliding_puzzle import parse_grid, render
+from tests.tables import named
 from tests.unit.utils.test_sliding_puzzle import solution
 
 SPLITS = ("train", "validation", "all")
@@ -25,18 +26,25 @@ def test_answers_are_right_and_the_split_is_whole_whatever_the_options():
     assert dict(others).keys().isdisjoint(dict(validation))
 
 
-def test_wrong_options_are_named():
-    for name, keys, message in (
-        ("arithmetic", {"operators": "+/"}, "operators"),
-        ("arithmetic", {"operators": ""}, "operators"),
-        ("arithmetic", {"max_operand": -1}, "max_operand"),
-        ("arithmetic", {"num_samples": 0}, "num_samples"),
-        ("sliding_puzzle", {"split": "test"}, "split must be one of train, validation, all"),
-        ("sliding_puzzle", {"shuffle_moves": [3, 2]}, "shuffle_moves is a number"),
-        ("sliding_puzzle", {"size": 2, "shuffle_moves": 1, "split": "validation"}, "set split=all"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rows_of(name, **keys)
+@named(
+    "name, keys, message",
+    {
+        "unknown operator": ("arithmetic", {"operators": "+/"}, "operators"),
+        "no operator": ("arithmetic", {"operators": ""}, "operators"),
+        "negative operand": ("arithmetic", {"max_operand": -1}, "max_operand"),
+        "no sample": ("arithmetic", {"num_samples": 0}, "num_samples"),
+        "split": ("sliding_puzzle", {"split": "test"}, "split must be one of train, validation, all"),
+        "moves": ("sliding_puzzle", {"shuffle_moves": [3, 2]}, "shuffle_moves is a number"),
+        "a split of one board": (
+            "sliding_puzzle",
+            {"size": 2, "shuffle_moves": 1, "split": "validation"},
+            "set split=all",
+        ),
+    },
+)
+def test_wrong_options_are_named(name, keys, message):
+    with pytest.raises(ValueError, match=message):
+        rows_of(name, **keys)
 
 
 def test_the_validation_split_is_set_aside_whole_or_in_part_and_never_trained_on():

@@ -21,6 +21,7 @@ from nemo_rl.data.rows.processors import conversation_processor, math_hf_data_pr
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import RECIPES, build_processor, build_tiny_tokenizer
 from tests.conversations import assistant, user
+from tests.tables import named
 from tests.unit.data.test_examples import prompt
 from tests.unit.policy.test_vision import gemma3_processor
 
@@ -57,18 +58,21 @@ def damaged_png() -> bytes:
     return b"IDAT".join([first, second]) + bytes(4) + b"IDAT".join([third, *rest])
 
 
-def test_a_source_that_is_no_image():
-    for source, message in (
-        (b"no image", "image of bytes cannot be read: it is no image that Pillow can decode"),
-        ("missing.png", "image 'missing.png' cannot be read: .*No such file"),
-        ({"bytes": None, "path": None}, "a source is a path, a URL, bytes"),
-        (7, "not a int"),
-        (damaged_png(), "image of bytes cannot be read: broken PNG file"),
-        ("shapes:red circle 99", "'red circle 99' is no shape"),
-        ("data:image/png;base64,???", "cannot be read"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_image(source)
+@named(
+    "source, message",
+    {
+        "bytes": (b"no image", "image of bytes cannot be read: it is no image that Pillow can decode"),
+        "no file": ("missing.png", "image 'missing.png' cannot be read: .*No such file"),
+        "nothing": ({"bytes": None, "path": None}, "a source is a path, a URL, bytes"),
+        "number": (7, "not a int"),
+        "damaged": (damaged_png(), "image of bytes cannot be read: broken PNG file"),
+        "shape": ("shapes:red circle 99", "'red circle 99' is no shape"),
+        "data URL": ("data:image/png;base64,???", "cannot be read"),
+    },
+)
+def test_a_source_that_is_no_image(source, message):
+    with pytest.raises(ValueError, match=message):
+        read_image(source)
 
 
 def parts(*texts_and_images: object) -> list[dict]:
@@ -118,25 +122,29 @@ def test_a_prompt_with_an_image(model, tmp_path, processor):
     assert datum["extra_env_info"].get("num_images") == (1 if processor is conversation_processor else None)
 
 
-def test_what_cannot_be_shown_is_named(model):
-    video = {"type": "video", "video": "a", "text": None}
-    for reads, content, message in (
+VIDEO = {"type": "video", "video": "a", "text": None}
+
+
+@pytest.mark.parametrize(
+    ("reads", "content", "message"),
+    [
         (True, parts((b"no",), "?"), "row rows:7: image of bytes cannot be read"),
         (True, parts("<|image_pad|> ?"), "row rows:7: a text contains <|image_pad|>"),
         (True, "<|image_pad|> ?", "row rows:7: a text contains <|image_pad|>"),
         (True, parts(DRAWN, DRAWN, DRAWN), "row rows:7: 3 images, more than data.max_images=2"),
         (True, parts((Image.new("RGB", (4000, 4)),)), "row rows:7: an image of 4000x4 pixels does not suit the model"),
-        (True, [*parts(DRAWN), video], "row rows:7: a content has a part of type 'video'"),
+        (True, [*parts(DRAWN), VIDEO], "row rows:7: a content has a part of type 'video'"),
         (False, parts(DRAWN), "row rows:7: it has images, and the model reads text alone"),
-        # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),
         (False, [user(parts(DRAWN))], "an observation has images, and the model reads text alone"),
-    ):
-        reader = ImageReader(model, max_images=2) if reads else None
-        with pytest.raises(ValueError, match=re.escape(message)):
-            if isinstance(content, list) and "role" in content[0]:
-                ObservationRenderer(TOKENIZER, reader)(content[0], sampled=[], num_images=1)
-            prompts(reader)(prompt({"problem": content, "expected_answer": ""}))
+    ],
+)
+def test_what_cannot_be_shown_is_named(reads, content, message, model):
+    reader = ImageReader(model, max_images=2) if reads else None
+    with pytest.raises(ValueError, match=re.escape(message)):
+        if isinstance(content, list) and "role" in content[0]:
+            ObservationRenderer(TOKENIZER, reader)(content[0], sampled=[], num_images=1)
+        prompts(reader)(prompt({"problem": content, "expected_answer": ""}))
 
 
 def test_a_row_whose_messages_are_no_messages_is_a_problem_of_the_row(model):

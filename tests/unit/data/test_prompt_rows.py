@@ -8,6 +8,7 @@ from nemo_rl.data.config import DataConfig, DatasetConfig
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.environments.judge import LLMJudgeEnvironment
 from tests.conversations import assistant, sampled, user
+from tests.tables import named
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 S: dict[str, Any] = {"role": "system", "content": "s"}
@@ -70,18 +71,26 @@ def test_the_system_message_of_a_row_comes_before_the_form_that_a_processor_asks
         assert [role for role, _ in said] == ["system", "user"] and said[0][1].startswith(begins)
 
 
-def test_a_column_and_a_conversation_ask_one_question_or_the_row_is_refused(write):
-    ask = {"problem": "1+1=", "expected_answer": "2", "messages": [S, U, A]}
-    assert prompt(datum(write, ask)) == [("system", "s"), ("user", "1+1=")]
-    question = {"question": "1+1=", "answer": "A", "messages": [S, U, A], **MORE}
-    assert len(prompt(datum(write, question, "multichoice_qa_processor"))) == 2
-    for row, column, processor in (
-        ({**ask, "problem": "5+5="}, "problem", "math_hf_data_processor"),
-        ({**ask, "messages": [U, A, V, B]}, "problem", "conversation_processor"),
-        ({**question, "question": "Which?"}, "question", "multichoice_qa_processor"),
-    ):
-        with pytest.raises(ValueError, match=f"row rows:0: column '{column}' is not the last question of the user in "):
-            datum(write, row, processor)
+ASK = {"problem": "1+1=", "expected_answer": "2", "messages": [S, U, A]}
+QUESTION = {"question": "1+1=", "answer": "A", "messages": [S, U, A], **MORE}
+
+
+def test_a_column_and_a_conversation_ask_one_question(write):
+    assert prompt(datum(write, ASK)) == [("system", "s"), ("user", "1+1=")]
+    assert len(prompt(datum(write, QUESTION, "multichoice_qa_processor"))) == 2
+
+
+@named(
+    "row, column, processor",
+    {
+        "math": ({**ASK, "problem": "5+5="}, "problem", "math_hf_data_processor"),
+        "conversation": ({**ASK, "messages": [U, A, V, B]}, "problem", "conversation_processor"),
+        "multiple choice": ({**QUESTION, "question": "Which?"}, "question", "multichoice_qa_processor"),
+    },
+)
+def test_a_row_that_asks_two_questions_is_refused(row, column, processor, write):
+    with pytest.raises(ValueError, match=f"row rows:0: column '{column}' is not the last question of the user in "):
+        datum(write, row, processor)
 
 
 @pytest.mark.parametrize("processor", ["math_hf_data_processor", "conversation_processor"])
@@ -122,23 +131,35 @@ def test_a_conversation_without_one_answer_at_its_end_is_refused(write, messages
         assert datum(write, {"messages": messages, "expected_answer": "7", **MORE}, processor)["length"]
 
 
-def test_environments_that_read_the_conversation_get_all_of_it(write):
+CALLED = [("user", "1+1="), ("assistant", ""), ("tool", "8")]
+
+
+@named(
+    "messages, said, truth",
+    {
+        "with an answer": (
+            [S, U, A, V, B],
+            [("system", "s"), ("user", "1+1="), ("assistant", "2"), ("user", "3+4=")],
+            "7",
+        ),
+        "without an answer": ([U, A, V], [("user", "1+1="), ("assistant", "2"), ("user", "3+4=")], None),
+        "tool call with an answer": ([U, C, T, B], CALLED, "7"),
+        "tool call without an answer": ([U, C, T], CALLED, None),
+    },
+)
+def test_environments_that_read_the_conversation_get_all_of_it(messages, said, truth, write):
     """With tool calls, whose arguments are an object, as templates take them."""
-    called = [("user", "1+1="), ("assistant", ""), ("tool", "8")]
-    for messages, said, truth in (
-        ([S, U, A, V, B], [("system", "s"), ("user", "1+1="), ("assistant", "2"), ("user", "3+4=")], "7"),
-        ([U, A, V], [("user", "1+1="), ("assistant", "2"), ("user", "3+4=")], None),
-        ([U, C, T, B], called, "7"),
-        ([U, C, T], called, None),
-    ):
-        made = datum(write, {"messages": messages}, "conversation_processor")
-        known = made["extra_env_info"]
-        assert [(m["role"], m["content"]) for m in known["messages"]] == prompt(made) == said
-        assert known.get("ground_truth") == truth
-        if C in messages:
-            assert known["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 3}}
-            assert '"a": 3' in made["message_log"][1]["content"]
-            judge = LLMJudgeEnvironment({"base_url": "http://127.0.0.1:1/v1", "model": "j"})
-            assert '"name": "add"' in judge._prompt([sampled("7")], known)
+    made = datum(write, {"messages": messages}, "conversation_processor")
+    known = made["extra_env_info"]
+    assert [(m["role"], m["content"]) for m in known["messages"]] == prompt(made) == said
+    assert known.get("ground_truth") == truth
+    if C in messages:
+        assert known["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 3}}
+        assert '"a": 3' in made["message_log"][1]["content"]
+        judge = LLMJudgeEnvironment({"base_url": "http://127.0.0.1:1/v1", "model": "j"})
+        assert '"name": "add"' in judge._prompt([sampled("7")], known)
+
+
+def test_a_conversation_ends_with_one_answer(write):
     with pytest.raises(ValueError, match="row rows:0: 'messages' end with 2 messages of the assistant, and only"):
         datum(write, {"messages": [U, A, B]}, "conversation_processor")

@@ -8,6 +8,7 @@ import pytest
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.datasets.examples import chat_row
 from tests.conversations import assistant, user
+from tests.tables import named
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 HELLO = [user("1+2")]
@@ -17,26 +18,29 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_an_answer_keeps_its_tokens_and_its_end_comes_once():
-    for name, end, shown in (
-        ("plain", "<eos>", "<eos>"),
-        ("forgetful", "<eos>", "<eos>"),
-        ("thinking", "<|im_end|>", "<|im_end|>"),
-        ("llama3_blocks", "<|eot_id|>", "<|eot_id|>"),
-        ("thinking", "", "<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),  # it was cut
-        ("thinking", "=", "=<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),
-    ):
-        tokenizer, message = tokenizer_with(TEMPLATES[name]), assistant("<think>3?</think>\\boxed{33}")
-        chat = ServedChat(tokenizer, {})
-        first = chat.prompt(HELLO, None)
-        sampled = [token for character in message["content"] for token in ids(tokenizer, character)]
-        assert sampled != ids(tokenizer, message["content"]), "other tokens than the tokenizer chooses"
-        before = [*first.token_ids, *sampled, *ids(tokenizer, end)]
-        chat.remember(HELLO, None, message, before, first.retokenized)
-        second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
-        assert second.token_ids[: len(before)] == before and second.retokenized == 0
-        text = tokenizer.decode(second.token_ids)
-        assert message["content"] + shown in text and shown + shown not in text and "and?" in text
+@named(
+    "name, end, shown",
+    {
+        "plain": ("plain", "<eos>", "<eos>"),
+        "forgetful": ("forgetful", "<eos>", "<eos>"),
+        "thinking": ("thinking", "<|im_end|>", "<|im_end|>"),
+        "llama3_blocks": ("llama3_blocks", "<|eot_id|>", "<|eot_id|>"),
+        "cut": ("thinking", "", "<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),
+        "cut after a token": ("thinking", "=", "=<|im_end|>\n<|im_start|>user\nand?<|im_end|>"),
+    },
+)
+def test_an_answer_keeps_its_tokens_and_its_end_comes_once(name, end, shown):
+    tokenizer, message = tokenizer_with(TEMPLATES[name]), assistant("<think>3?</think>\\boxed{33}")
+    chat = ServedChat(tokenizer, {})
+    first = chat.prompt(HELLO, None)
+    sampled = [token for character in message["content"] for token in ids(tokenizer, character)]
+    assert sampled != ids(tokenizer, message["content"]), "other tokens than the tokenizer chooses"
+    before = [*first.token_ids, *sampled, *ids(tokenizer, end)]
+    chat.remember(HELLO, None, message, before, first.retokenized)
+    second = chat.prompt([*HELLO, {**message, "refusal": None}, user("and?")], None)
+    assert second.token_ids[: len(before)] == before and second.retokenized == 0
+    text = tokenizer.decode(second.token_ids)
+    assert message["content"] + shown in text and shown + shown not in text and "and?" in text
 
 
 def test_what_is_not_remembered_is_told():
@@ -78,13 +82,19 @@ def test_agents_and_rows_read_the_same_arguments_of_a_call(given):
         assert called["tool_calls"][0]["function"]["arguments"] == expected
 
 
-def test_what_is_no_conversation_is_refused():
+@named(
+    "messages, match",
+    {
+        "nothing": ([], "last message"),
+        "a number": ([user(3)], "a text or a list of texts"),
+        "no function": ([{"role": "assistant", "tool_calls": [{"id": "x"}]}, *HELLO], "needs a function"),
+        "arguments": (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *HELLO],
+            "no JSON",
+        ),
+    },
+)
+def test_what_is_no_conversation_is_refused(messages, match):
     chat = ServedChat(tokenizer_with(TEMPLATES["plain"]), {})
-    for messages, match in (
-        ([], "last message"),
-        ([user(3)], "a text or a list of texts"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}, *HELLO], "needs a function"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *HELLO], "no JSON"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            chat.prompt(messages, None)
+    with pytest.raises(ValueError, match=match):
+        chat.prompt(messages, None)

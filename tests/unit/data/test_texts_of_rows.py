@@ -8,6 +8,7 @@ from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
 from nemo_rl.environments.code.environment import read_tests
 from nemo_rl.environments.rewards import box_overlap, exact_answer, vqa_agreement
 from tests.conversations import assistant, sampled, user
+from tests.tables import named
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 TOKENIZER = tokenizer_with(TEMPLATES["chatml"])
@@ -55,17 +56,22 @@ def test_a_prompt_and_its_answer_are_texts(write, processor, column, value, told
     assert told in str(error.value)
 
 
-def test_numbers_are_answers_and_retrieval_takes_a_list(write):
-    retrieval = {"processor": "retrieval_data_processor"}
-    for row, keys, truth in (
-        ({"input": "1+1", "output": 2}, {}, "2"),
-        ({"input": 7, "output": 2.5}, {}, "2.5"),
-        ({"input": "a", "output": TWO}, retrieval, TWO),
-        ({"input": "a", "answers": [2, "two"]}, retrieval | {"output_key": "answers"}, TWO),
-        ({"input": "a", "answers": "12", "output": "x"}, retrieval, "12"),
-        ({"input": "a", "answers": None, "output": "x"}, retrieval, "x"),
-    ):
-        assert metadata(write([row]), **keys) == {"ground_truth": truth}
+RETRIEVAL = {"processor": "retrieval_data_processor"}
+
+
+@named(
+    "row, keys, truth",
+    {
+        "integer": ({"input": "1+1", "output": 2}, {}, "2"),
+        "float": ({"input": 7, "output": 2.5}, {}, "2.5"),
+        "list": ({"input": "a", "output": TWO}, RETRIEVAL, TWO),
+        "list of a column": ({"input": "a", "answers": [2, "two"]}, RETRIEVAL | {"output_key": "answers"}, TWO),
+        "text of a column": ({"input": "a", "answers": "12", "output": "x"}, RETRIEVAL, "12"),
+        "nothing in a column": ({"input": "a", "answers": None, "output": "x"}, RETRIEVAL, "x"),
+    },
+)
+def test_numbers_are_answers_and_retrieval_takes_a_list(row, keys, truth, write):
+    assert metadata(write([row]), **keys) == {"ground_truth": truth}
 
 
 @pytest.mark.parametrize(
