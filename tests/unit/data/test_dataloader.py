@@ -1,7 +1,7 @@
 """Orders of rows: every loader continues from a saved state with the batches of a run without interruption."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -54,9 +54,13 @@ def mixed(sizes, weights, batch_size, *, seed=3, **options):
     return PromptDataLoader(dataset(*sizes, weights=weights), batch_size, seed=seed, **options)
 
 
+@cache
+def table_of(size):
+    return datasets.Dataset.from_list([{"x": i} for i in range(size)])
+
+
 def streamed(name, size):
-    table = datasets.Dataset.from_list([{"x": i} for i in range(size)]).to_iterable_dataset()
-    return StreamedRows(name=name, task_name="t", table=table, convert=dict)
+    return StreamedRows(name=name, task_name="t", table=table_of(size).to_iterable_dataset(), convert=dict)
 
 
 class FakePool:

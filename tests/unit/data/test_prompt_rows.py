@@ -46,8 +46,8 @@ def test_a_processor_of_ones_own_gets_the_forms_and_the_name_of_nemo_rl(write):
         made = datum(write, row, own)
         assert made["message_log"][0]["content"] == "3+4="
         assert made["extra_env_info"] == {"task_name": made["task_name"], "question": "3+4=", "answer": "B"}
-    named = datum(write, {"input": "a", "output": "b", "task_name": "algebra", **MORE}, own)
-    assert named["extra_env_info"]["task_name"] == "algebra" != named["task_name"]
+    made = datum(write, {"input": "a", "output": "b", "task_name": "algebra", **MORE}, own)
+    assert made["extra_env_info"]["task_name"] == "algebra" != made["task_name"]
 
 
 def prompt(made: Any) -> list[tuple[str, str]]:
