@@ -135,6 +135,7 @@ VIDEO = {"type": "video", "video": "a", "text": None}
         (True, parts((Image.new("RGB", (4000, 4)),)), "row rows:7: an image of 4000x4 pixels does not suit the model"),
         (True, [*parts(DRAWN), VIDEO], "row rows:7: a content has a part of type 'video'"),
         (False, parts(DRAWN), "row rows:7: it has images, and the model reads text alone"),
+        # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),
         (False, [user(parts(DRAWN))], "an observation has images, and the model reads text alone"),
     ],

@@ -1,10 +1,13 @@
 """Batches and layouts of ranks as scripts of NeMo RL use them."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
+from tests.tables import named
 from tests.worlds import run_world
 
 
@@ -144,16 +147,22 @@ def test_shape_names_and_fixed_axes() -> None:
         assert sharding.get_ranks(**coords) == rank and sharding.get_ranks_by_coord(**coords) == [rank]
 
 
-def test_impossible_layouts_and_questions() -> None:
-    for layout, names, message in (
-        ([[0, 1], [2]], "ab", "ragged"),
-        ([0.0, 1.0], "a", "integer"),
-        ([[0, 1], [1, 2]], "ab", r"more than once in the layout: \[1\]"),
-        ([0, 1], "ab", "1 axes but 2 names"),
-        ([[0, 1]], "aa", "names must differ"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NamedSharding(layout, list(names))
+@named(
+    "layout, names, message",
+    {
+        "ragged": ([[0, 1], [2]], "ab", "ragged"),
+        "fractions": ([0.0, 1.0], "a", "integer"),
+        "a rank twice": ([[0, 1], [1, 2]], "ab", r"more than once in the layout: \[1\]"),
+        "names": ([0, 1], "ab", "1 axes but 2 names"),
+        "equal names": ([[0, 1]], "aa", "names must differ"),
+    },
+)
+def test_impossible_layouts(layout: Any, names: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NamedSharding(layout, list(names))
+
+
+def test_impossible_questions_to_a_layout() -> None:
     with pytest.raises(IndexError, match="data_parallel=2 is out of range: the axis has 2"):
         TWO_BY_TWO.get_ranks(data_parallel=2)
     with pytest.raises(ValueError, match="no axis 'pipeline'"):

@@ -17,6 +17,7 @@ from nemo_rl.distributed.processor import processor_flags
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, require_shared
 from tests.functional.cli import ROOT
+from tests.tables import named
 
 
 def test_a_folder_has_space_and_speed_or_is_bad_where_it_cannot_be_written(tmp_path: Path) -> None:
@@ -92,16 +93,19 @@ def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.
     assert finding("NVIDIA GB10, 580.95, '[N/A]'").level == doctor.examine_gpus(0).level == "good"
 
 
-def test_a_processor_without_bfloat16_is_a_remark(tmp_path: Path) -> None:
+@named(
+    "lines, level",
+    {
+        "AVX2": ("processor\t: 0\nflags\t\t: fpu avx2\n", "remark"),
+        "AMX": ("flags\t\t: avx2 avx512_bf16 amx_bf16\n", "good"),
+        "ARM": ("Features\t: asimd bf16\n", "good"),
+        "unnamed": ("processor\t: 0\n", "good"),
+    },
+)
+def test_a_processor_without_bfloat16_is_a_remark(lines: str, level: str, tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
-    for lines, level in (
-        ("processor\t: 0\nflags\t\t: fpu avx2\n", "remark"),
-        ("flags\t\t: avx2 avx512_bf16 amx_bf16\n", "good"),
-        ("Features\t: asimd bf16\n", "good"),
-        ("processor\t: 0\n", "good"),  # it names none
-    ):
-        file.write_text(lines)
-        assert doctor.examine_processor(processor_flags(file)).level == level, lines
+    file.write_text(lines)
+    assert doctor.examine_processor(processor_flags(file)).level == level, lines
 
 
 def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, _groups_by_node
 from nemo_rl.utils.venvs import VenvBuildError, python_executable_for
+from tests.tables import named
 from tests.unit.distributed.conftest import ECHO
 from tests.unit.distributed.workers import EchoWorker
 from tests.unit.utils.test_venvs import PYPROJECT
@@ -256,11 +257,20 @@ def test_more_than_there_is_gives_the_difference(ray_local: None) -> None:
         RayVirtualCluster([9])
 
 
-def test_nodes_are_different_ones_and_the_emptiest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@named(
+    "counts, distinct, found",
+    {
+        "different": ([2, 3], True, ["a", "b"]),
+        "one for both": ([2, 2], False, ["b", "b"]),
+        "too few": ([1, 1, 1], True, None),
+    },
+)
+def test_nodes_are_different_ones_and_the_emptiest_first(
+    counts: list[int], distinct: bool, found: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes = [(name, f"ip of {name}", {"CPU": 8.0}, {"CPU": free}) for name, free in (("a", 4.0), ("b", 8.0))]
     monkeypatch.setattr(virtual_cluster, "_nodes", lambda: copy.deepcopy(nodes))
-    for counts, distinct, found in (([2, 3], True, ["a", "b"]), ([2, 2], False, ["b", "b"]), ([1, 1, 1], True, None)):
-        assert virtual_cluster._fit(counts, {"CPU": 2.0}, distinct) == found
+    assert virtual_cluster._fit(counts, {"CPU": 2.0}, distinct) == found
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")

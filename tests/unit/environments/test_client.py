@@ -22,6 +22,7 @@ from nemo_rl.environments.interfaces import one_turn
 from nemo_rl.types import Sample
 from tests.conversations import sampled, user
 from tests.fakes import sample
+from tests.tables import named
 
 
 def echo(logs, metadata):
@@ -91,37 +92,48 @@ BUSY = RayTaskError("step", "traceback", OSError("a file was busy"))
 UNREADABLE = RaySystemError(ModuleNotFoundError("no module 'of_its_own_python'"))
 
 
-def test_what_fails_once_costs_nothing_however_many_share_the_call_and_what_fails_twice_fails():
-    for errors, texts, outcomes, calls in (
-        ([BUSY], "a", [1.0], [1, 1]),
-        ([BUSY], "ab", [1.0, 0.0], [2, 1, 1]),
-        ([RayActorError()], "ab", [1.0, 0.0], [2, 2]),
-        ([BUSY] * 2, "ab", ["'maze' raised OSError('a file was busy')", 0.0], [2, 1, 1]),
-        ([RayActorError()] * 2, "ab", ["'maze' died twice", "'maze' died twice"], [2, 2]),
-        ([UNREADABLE] * 2, "ab", ["'maze' cannot be read", 0.0], [2, 1, 1]),
-    ):
-        actor = FakeActor(errors=errors)
-        for number, (step, outcome) in enumerate(zip(asked(actor, *texts), outcomes, strict=True)):
-            if isinstance(outcome, float):
-                assert step.reward == outcome
-            else:
-                assert outcome in str(step) and str(step).endswith(f"(sample 0/0/d:1/{number})")
-        assert actor.batches == calls, "once more and no more"
+@named(
+    "errors, texts, outcomes, calls",
+    {
+        "busy once": ([BUSY], "a", [1.0], [1, 1]),
+        "busy once for two": ([BUSY], "ab", [1.0, 0.0], [2, 1, 1]),
+        "died once": ([RayActorError()], "ab", [1.0, 0.0], [2, 2]),
+        "busy twice": ([BUSY] * 2, "ab", ["'maze' raised OSError('a file was busy')", 0.0], [2, 1, 1]),
+        "died twice": ([RayActorError()] * 2, "ab", ["'maze' died twice", "'maze' died twice"], [2, 2]),
+        "unreadable twice": ([UNREADABLE] * 2, "ab", ["'maze' cannot be read", 0.0], [2, 1, 1]),
+    },
+)
+def test_what_fails_once_costs_nothing_however_many_share_the_call_and_what_fails_twice_fails(
+    errors, texts, outcomes, calls
+):
+    actor = FakeActor(errors=errors)
+    for number, (step, outcome) in enumerate(zip(asked(actor, *texts), outcomes, strict=True)):
+        if isinstance(outcome, float):
+            assert step.reward == outcome
+        else:
+            assert outcome in str(step) and str(step).endswith(f"(sample 0/0/d:1/{number})")
+    assert actor.batches == calls, "once more and no more"
 
 
-def test_a_step_that_may_not_be_repeated_is_made_once_and_its_conversations_fail_with_the_reason():
-    short = lambda logs, metadata: echo(logs, metadata)._replace(metadata=[])  # noqa: E731
-    for told, options in (
-        ("'maze' raised OSError('a file was busy')", {"errors": [BUSY]}),
-        ("'maze' died during a step, which may not be repeated", {"errors": [RayActorError()]}),
-        ("'maze' cannot be read", {"errors": [UNREADABLE]}),
-        ("metadata must be a list of 2", {"behave": short}),
-    ):
-        actor = FakeActor(may_repeat_step=False, **options)
-        failures = asked(actor, "a", "b")
-        assert actor.batches == [2]
-        for number, failure in enumerate(failures):
-            assert told in str(failure) and str(failure).endswith(f"(sample 0/0/d:1/{number})")
+def short(logs, metadata):
+    return echo(logs, metadata)._replace(metadata=[])
+
+
+@named(
+    "told, options",
+    {
+        "busy": ("'maze' raised OSError('a file was busy')", {"errors": [BUSY]}),
+        "died": ("'maze' died during a step, which may not be repeated", {"errors": [RayActorError()]}),
+        "unreadable": ("'maze' cannot be read", {"errors": [UNREADABLE]}),
+        "short": ("metadata must be a list of 2", {"behave": short}),
+    },
+)
+def test_a_step_that_may_not_be_repeated_is_made_once_and_its_conversations_fail_with_the_reason(told, options):
+    actor = FakeActor(may_repeat_step=False, **options)
+    failures = asked(actor, "a", "b")
+    assert actor.batches == [2]
+    for number, failure in enumerate(failures):
+        assert told in str(failure) and str(failure).endswith(f"(sample 0/0/d:1/{number})")
 
 
 class Measuring(FakeActor):
@@ -145,10 +157,20 @@ class Kept:
         yield from ()
 
 
-def test_metrics_are_asked_for_again_after_an_exception_or_a_death_and_no_more():
-    for first in (BUSY, RayActorError(), OutOfMemoryError("low on memory")):
-        client = EnvironmentClient("maze", Measuring(first, accuracy=0.5), 5)
-        assert asyncio.run(client.metrics({})) == {"accuracy": 0.5}
+@named(
+    "first",
+    {
+        "exception": BUSY,
+        "death": RayActorError(),
+        "out of memory": OutOfMemoryError("low on memory"),
+    },
+)
+def test_metrics_are_asked_for_again_after_an_exception_or_a_death(first):
+    client = EnvironmentClient("maze", Measuring(first, accuracy=0.5), 5)
+    assert asyncio.run(client.metrics({})) == {"accuracy": 0.5}
+
+
+def test_metrics_are_asked_for_no_third_time():
     with pytest.raises(EnvironmentFailure, match="'maze': global_post_process_and_metrics failed: OSError"):
         asyncio.run(EnvironmentClient("maze", Measuring(BUSY, BUSY), 5).metrics({}))
 
@@ -187,9 +209,12 @@ def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_onl
     assert asyncio.run(run()) == ([True, True, False, False, True, True], [[2, 1], [2], [2, 1, 1]])
 
 
-def test_a_wrong_return_names_environment_and_field():
-    needs = "'maze': a part of an observation is"
-    for message, change in (
+NEEDS = "'maze': a part of an observation is"
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
         ("'maze': rewards must have shape [1], or [1, n], got [3]", {"rewards": torch.zeros(3)}),
         ("rewards must be finite", {"rewards": torch.tensor([float("nan")])}),
         ("rewards must be finite, got inf", {"rewards": torch.full((1, 2), 1e308, dtype=torch.float64)}),
@@ -205,12 +230,14 @@ def test_a_wrong_return_names_environment_and_field():
         ("metrics must be finite: high, large", {"metrics": [{"high": math.inf, "score": 1, "large": 10**400}]}),
         ("next_stop_strings are lists of texts or None", {"next_stop_strings": ["</answer>"]}),
         ("an answer is a text or None", {"answers": [np.int64(7)]}),
-        (needs, {"observations": [user(["text"])]}),
-        (needs, {"observations": [user([{"type": "video", "video": "v"}])]}),
-        (needs, {"observations": [user([{"type": "image"}])]}),
-    ):
-        [failure] = asked(FakeActor(lambda *given, change=change: echo(*given)._replace(**change)), "a")
-        assert isinstance(failure, EnvironmentFailure) and message in str(failure), message
+        (NEEDS, {"observations": [user(["text"])]}),
+        (NEEDS, {"observations": [user([{"type": "video", "video": "v"}])]}),
+        (NEEDS, {"observations": [user([{"type": "image"}])]}),
+    ],
+)
+def test_a_wrong_return_names_environment_and_field(message, change):
+    [failure] = asked(FakeActor(lambda *given, change=change: echo(*given)._replace(**change)), "a")
+    assert isinstance(failure, EnvironmentFailure) and message in str(failure), message
 
 
 def test_a_failure_is_of_one_conversation_alone():

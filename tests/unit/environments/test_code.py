@@ -14,6 +14,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.code.environment import CodeEnvironment, read_tests
 from nemo_rl.environments.registry import find_env_class, new_environment
 from tests.conversations import answered as said
+from tests.tables import named
 from tests.unit.environments.test_retrieval import play
 
 SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
@@ -92,10 +93,18 @@ def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:
     assert sum(reward for _, reward, _ in told) == 1.0, "a success counts from 1.0 on"
 
 
-def test_a_row_without_usable_tests_is_refused() -> None:
-    for row in ({}, {"tests": []}, {"tests": [{"in": "1"}]}, {"tests": [3]}):
-        with pytest.raises(ValueError, match=r"tests|a test is"):
-            read_tests(row)
+@named(
+    "row",
+    {
+        "none": {},
+        "an empty list": {"tests": []},
+        "no output": {"tests": [{"in": "1"}]},
+        "a number": {"tests": [3]},
+    },
+)
+def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
+    with pytest.raises(ValueError, match=r"tests|a test is"):
+        read_tests(row)
 
 
 def test_mathematics_with_three_rewards_and_programs_by_their_words() -> None:

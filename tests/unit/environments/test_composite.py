@@ -15,6 +15,7 @@ from nemo_rl.environments.config import RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.rewards import box_giou, box_overlap, exact_answer, exact_answer_alphanumeric, whole_format
 from tests.conversations import answered as log
+from tests.tables import named
 from tests.unit.config.run_configs import build
 
 HERE = "tests.unit.environments.test_composite"
@@ -92,19 +93,21 @@ def test_an_environment_among_the_parts_says_whether_steps_may_be_repeated_and_i
     assert halves.num_shutdowns == 1
 
 
-def test_a_part_that_fails_fails_its_sample_alone_and_is_named():
-    told = {
-        "raise": r"reward 'number' raised LookupError('nothing there') in the conversation that ends 'raise'",
-        "none": "reward 'number' returned None, which is no finite number, in the conversation that ends 'none'",
-        "nan": "reward 'number' returned nan, which is no finite number, in the conversation",
-        "bad": "reward 'half': environment 'halves' raised RuntimeError('refused')",
-        "on": "reward 'half': environment 'halves' does not end the episode after one turn",
-    }
-    for answer, message in told.items():
-        returned = composite(NUMBER, HALVES).step([log("1"), log(answer), log("2")], [{}, {}, {}])
-        assert [failure is None for failure in returned.failures] == [True, False, True]
-        assert message in returned.failures[1]
-        assert returned.rewards.tolist() == [2.5, 0.0, 5.0]
+FAILS = {
+    "raise": r"reward 'number' raised LookupError('nothing there') in the conversation that ends 'raise'",
+    "none": "reward 'number' returned None, which is no finite number, in the conversation that ends 'none'",
+    "nan": "reward 'number' returned nan, which is no finite number, in the conversation",
+    "bad": "reward 'half': environment 'halves' raised RuntimeError('refused')",
+    "on": "reward 'half': environment 'halves' does not end the episode after one turn",
+}
+
+
+@pytest.mark.parametrize(("answer", "message"), FAILS.items(), ids=list(FAILS))
+def test_a_part_that_fails_fails_its_sample_alone_and_is_named(answer, message):
+    returned = composite(NUMBER, HALVES).step([log("1"), log(answer), log("2")], [{}, {}, {}])
+    assert [failure is None for failure in returned.failures] == [True, False, True]
+    assert message in returned.failures[1]
+    assert returned.rewards.tolist() == [2.5, 0.0, 5.0]
 
 
 def test_a_gate_closes_the_others_and_may_weigh_nothing_and_weights_may_be_normalised():
@@ -147,19 +150,21 @@ def test_sections_are_found_by_name_and_checked_when_the_configuration_is_read()
         load("math", "+env.far={type: remote, base_url: 'http://x', time_limit_s: 300.0}")
 
 
-def test_format():
-    values = {
-        "<think>so\n</think> <answer>4</answer>": 1.0,
-        "<think>so</think><answer>4</answer><answer>5</answer>": 0.0,
-        "<answer>4</answer><think>so</think>": 0.0,
-        "<think>so</think> well <answer>4</answer>": 0.0,
-        "x<think>so</think><answer>4</answer>": 0.0,
-        "": 0.0,
-    }
-    for answer, value in values.items():
-        assert whole_format(log(answer), {}) == value
-        tagged = answer.replace("think", "t").replace("answer", "a")
-        assert whole_format(log(tagged), {}, think_tag="t", answer_tag="a") == value
+@named(
+    "answer, value",
+    {
+        "both": ("<think>so\n</think> <answer>4</answer>", 1.0),
+        "two answers": ("<think>so</think><answer>4</answer><answer>5</answer>", 0.0),
+        "answer before thoughts": ("<answer>4</answer><think>so</think>", 0.0),
+        "text between": ("<think>so</think> well <answer>4</answer>", 0.0),
+        "text before": ("x<think>so</think><answer>4</answer>", 0.0),
+        "nothing": ("", 0.0),
+    },
+)
+def test_format(answer, value):
+    assert whole_format(log(answer), {}) == value
+    tagged = answer.replace("think", "t").replace("answer", "a")
+    assert whole_format(log(tagged), {}, think_tag="t", answer_tag="a") == value
 
 
 def test_parts_of_the_format_count_by_themselves():

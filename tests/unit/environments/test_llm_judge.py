@@ -14,6 +14,7 @@ from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
 from nemo_rl.environments.judge import LLMJudgeEnvironment, ModelJudge, Reply, Vote
 from nemo_rl.utils.task_formats import fence, fill, find_score
 from tests.conversations import answered, user
+from tests.tables import named
 from tests.unit.environments.http_servers import Scripted, served
 
 LOG: list[Any] = answered("2", asked="<|user|>1+1?")
@@ -55,21 +56,24 @@ def test_the_score_of_the_reply_is_the_reward_after_trouble_with_the_server_too(
     assert (counts["num_failed"], counts["num_request_retries"]) == (0.0, 4.0)
 
 
-def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(monkeypatch):
-    """Busy for good, refused, malformed, wrong shape, silent. Its key is never repeated."""
+@named(
+    "answer, message, requests",
+    {
+        "busy for good": (429, r"POST http://127\.0\.0\.1:\d+/v1/chat/completions: status 429.*tried 3 times", 3),
+        "refused": (400, r"status 400: 'no, 400 to Bearer \*\*\*'", 1),
+        "malformed": ("not json at all", r"the answer is no JSON: 'not json at all'", 3),
+        "wrong shape": ('{"choices": []}', r"no chat completion but \{'choices': \[\]\}", 1),
+        "silent": (1.0, r"no answer within 0\.05 s", 3),
+    },
+)
+def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(answer, message, requests, monkeypatch):
+    """Its key is never repeated."""
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    for answer, message, requests in (
-        (429, r"POST http://127\.0\.0\.1:\d+/v1/chat/completions: status 429.*tried 3 times", 3),
-        (400, r"status 400: 'no, 400 to Bearer \*\*\*'", 1),
-        ("not json at all", r"the answer is no JSON: 'not json at all'", 3),
-        ('{"choices": []}', r"no chat completion but \{'choices': \[\]\}", 1),
-        (1.0, r"no answer within 0\.05 s", 3),
-    ):
-        limit = {"timeout_s": 0.05} if answer == 1.0 else {}
-        returned, server, _ = ask([answer], None, lambda text: text, api_key_env="JUDGE_KEY", **limit)
-        [failure] = returned.failures
-        assert failure is not None and "that ends '2'" in failure and "sesame" not in failure
-        assert len(server.requests) == requests and re.search(message, failure), failure
+    limit = {"timeout_s": 0.05} if answer == 1.0 else {}
+    returned, server, _ = ask([answer], None, lambda text: text, api_key_env="JUDGE_KEY", **limit)
+    [failure] = returned.failures
+    assert failure is not None and "that ends '2'" in failure and "sesame" not in failure
+    assert len(server.requests) == requests and re.search(message, failure), failure
 
 
 def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():

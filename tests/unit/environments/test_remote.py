@@ -13,6 +13,7 @@ import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import EnvironmentServer, RemoteEnvironment, check_address, serve
 from tests.conversations import answered as log
+from tests.tables import named
 from tests.unit.environments.http_servers import Scripted, answering, post, served
 
 
@@ -131,11 +132,22 @@ def test_the_token_is_asked_for_and_a_server_that_is_not_there_is_named(monkeypa
                 RemoteEnvironment({"base_url": remote.connection.url, **keys})
 
 
-def test_nothing_is_served_to_others_without_a_token():
-    for host, token in (("0.0.0.0", None), ("10.0.0.1", ""), ("example.org", None), ("::", None)):
-        with pytest.raises(ValueError, match="--token-env"):
-            asyncio.run(serve(Counting(), name="env", host=host, token=token))
-        check_address(host, "sesame")
+@named(
+    "host, token",
+    {
+        "all": ("0.0.0.0", None),
+        "private": ("10.0.0.1", ""),
+        "name": ("example.org", None),
+        "all of IPv6": ("::", None),
+    },
+)
+def test_nothing_is_served_to_others_without_a_token(host, token):
+    with pytest.raises(ValueError, match="--token-env"):
+        asyncio.run(serve(Counting(), name="env", host=host, token=token))
+    check_address(host, "sesame")
+
+
+def test_this_machine_is_served_without_a_token():
     for own in ("127.0.0.1", "::1", "localhost"):
         check_address(own, None)
 

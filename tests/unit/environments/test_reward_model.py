@@ -16,6 +16,7 @@ from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.reward_model import RewardModelEnvironment
 from nemo_rl.models.policy.config import TokenizerConfig
 from tests.conversations import answered, sampled
+from tests.tables import named
 from tests.unit.config.run_configs import build
 
 PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
@@ -100,17 +101,25 @@ def test_a_checkpoint_of_a_run_is_a_reward_model(model_directory, tmp_path, file
         RewardModelEnvironment(config(model_directory, checkpoint_path=str(tmp_path)))
 
 
-def test_what_is_no_reward_model_is_refused(tmp_path):
+CLASSIFIER, SEEING = "Qwen2ForSequenceClassification", "Qwen2_5_VLForSequenceClassification"
+
+
+@named(
+    "made, message",
+    {
+        "three labels": (Qwen2Config(architectures=[CLASSIFIER], num_labels=3), f"{CLASSIFIER} with 3 labels"),
+        "no classifier": (Qwen2Config(architectures=["Qwen2ForCausalLM"]), "no reward model but Qwen2ForCausalLM"),
+        "images": (
+            Qwen2_5_VLConfig(architectures=[SEEING], num_labels=1),
+            "sees images; this environment scores texts",
+        ),
+    },
+)
+def test_what_is_no_reward_model_is_refused(made, message, tmp_path):
     build_tiny_tokenizer().save_pretrained(tmp_path)
-    classifier, seeing = "Qwen2ForSequenceClassification", "Qwen2_5_VLForSequenceClassification"
-    for made, message in (
-        (Qwen2Config(architectures=[classifier], num_labels=3), f"{classifier} with 3 labels"),
-        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), "no reward model but Qwen2ForCausalLM"),
-        (Qwen2_5_VLConfig(architectures=[seeing], num_labels=1), "sees images; this environment scores texts"),
-    ):
-        made.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=message):
-            RewardModelEnvironment(config(tmp_path))
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        RewardModelEnvironment(config(tmp_path))
 
 
 def test_conversations_that_cannot_be_scored_are_refused(model_directory):

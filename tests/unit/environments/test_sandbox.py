@@ -20,6 +20,7 @@ from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Progr
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, sweep
 from nemo_rl.environments.line_process import WorkerPool
 from nemo_rl.environments.section_parts import SandboxConfig
+from tests.tables import named
 from tests.unit.distributed.test_worker_groups import eventually
 from tests.unit.environments.hostile_programs import HOSTILE
 
@@ -98,15 +99,21 @@ def test_hostile_programs_in_a_row_leave_nothing_behind(pool: SandboxPool) -> No
     assert one(pool, "print('alive')").stdout == "alive\n"
 
 
-def test_ordinary_programs_do_what_they_should(pool: SandboxPool) -> None:
-    for text, said in {
-        "print(int(input()) + int(input()))": "12",
-        "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()": "hi",
-        "import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))": "3",
-        "import shutil\nopen('a', 'w').write('x')\nshutil.copy('a', 'b')\nprint(open('b').read())": "x",
-        "import dataclasses, pickle\nclass A: pass\npickle.dumps(A())\nprint('ok')": "ok",
-    }.items():
-        assert one(pool, text, stdin="5\n7\n").stdout == f"{said}\n"
+@named(
+    "text, said",
+    {
+        "input": ("print(int(input()) + int(input()))", "12"),
+        "thread": ("import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()", "hi"),
+        "asyncio": ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", "3"),
+        "shutil": ("import shutil\nopen('a', 'w').write('x')\nshutil.copy('a', 'b')\nprint(open('b').read())", "x"),
+        "pickle": ("import dataclasses, pickle\nclass A: pass\npickle.dumps(A())\nprint('ok')", "ok"),
+    },
+)
+def test_ordinary_programs_print_what_they_should(text: str, said: str, pool: SandboxPool) -> None:
+    assert one(pool, text, stdin="5\n7\n").stdout == f"{said}\n"
+
+
+def test_ordinary_programs_end_with_status_output_and_error(pool: SandboxPool) -> None:
     assert one(pool, "import atexit\natexit.register(print, 'bye')\nraise SystemExit(3)").exit_status == 3
     result = one(pool, "print('before')\n1 / 0")
     assert (result.stdout, result.exit_status) == ("before\n", 1)
@@ -151,17 +158,23 @@ def test_a_check_is_passed_by_running_to_its_end(pool: SandboxPool) -> None:
     assert [result.finished for result in results] == [True] + [False] * 5
 
 
-def test_a_machine_that_cannot_isolate_is_refused_by_name_and_what_is_waived_is_logged(caplog) -> None:
+@named(
+    "mechanisms, missing",
+    {
+        "no landlock": (["seccomp", "user"], {"reads", "writes"}),
+        "no seccomp": (["landlock", "namespaces"], {"processes"}),
+        "none": ([], {"network", "processes", "reads", "signals", "writes"}),
+    },
+)
+def test_a_machine_that_cannot_isolate_is_refused_by_name(mechanisms: list[str], missing: set[str]) -> None:
+    with pytest.raises(ValueError, match="programs cannot be isolated on this machine") as refused:
+        SandboxPool(1, LIMITS, mechanisms=mechanisms)
+    lacking = str(refused.value).partition("allow_weaker: [")[2].rstrip("]").split(", ")
+    assert missing <= set(lacking) <= set(Guarantee)
+
+
+def test_what_is_waived_is_logged(caplog) -> None:
     """Where processes may be started, they still do not stay."""
-    for mechanisms, missing in (
-        (["seccomp", "user"], {"reads", "writes"}),
-        (["landlock", "namespaces"], {"processes"}),
-        ([], {"network", "processes", "reads", "signals", "writes"}),
-    ):
-        with pytest.raises(ValueError, match="programs cannot be isolated on this machine") as refused:
-            SandboxPool(1, LIMITS, mechanisms=mechanisms)
-        named = str(refused.value).partition("allow_weaker: [")[2].rstrip("]").split(", ")
-        assert missing <= set(named) <= set(Guarantee)
     limits = LIMITS.model_copy(update={"allow_weaker": list(Guarantee)})
     with closing(SandboxPool(1, limits, mechanisms=["landlock"])) as weaker:
         assert "does NOT guarantee" in caplog.text and "processes" in caplog.text

@@ -5,6 +5,7 @@ import pytest
 from nemo_rl.environments.client import split_return
 from nemo_rl.environments.sliding_puzzle import SlidingPuzzleEnv
 from tests.conversations import answered
+from tests.tables import named
 
 OPTIONS = {"cfg": {"game_config": {"size": 2, "shuffle_moves": 3}, "max_moves": 3}}
 
@@ -42,11 +43,14 @@ def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not()
     assert step.terminated and step.metadata["max_moves"] == 1
 
 
-def test_a_row_without_a_board_that_can_be_played_is_refused():
-    for metadata, message in (
-        ({}, "rows with a board"),
-        (begin([[2, 1], [3, 0]]), "exchange two"),
-        (begin([[1, 2, 3], [4, 0, 5]]), r"2x3 squares, and .*size says 2x2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            steps(["<action>up</action>"], [metadata])
+@named(
+    "metadata, message",
+    {
+        "none": ({}, "rows with a board"),
+        "unsolvable": (begin([[2, 1], [3, 0]]), "exchange two"),
+        "of another size": (begin([[1, 2, 3], [4, 0, 5]]), r"2x3 squares, and .*size says 2x2"),
+    },
+)
+def test_a_row_without_a_board_that_can_be_played_is_refused(metadata, message):
+    with pytest.raises(ValueError, match=message):
+        steps(["<action>up</action>"], [metadata])

@@ -33,7 +33,7 @@ from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError
 from tests.conversations import sampled
 from tests.fakes import handle, sample
-from tests.tables import cases, pattern
+from tests.tables import cases, named, pattern
 from tests.unit.config.run_configs import CONFIGS
 
 CPU = CONFIGS / "evals" / "eval_cpu.yaml"
@@ -169,13 +169,19 @@ def test_groups_that_end_with_their_worker_are_asked_again(folder):
     assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
 
 
-def test_what_asking_again_does_not_help_against_ends_it(folder):
-    again_and_again = {n: lost(WorkerDied) for n in range(2, 99)}
-    for failures in ({2: lost(WorkerError, "KeyError")}, {2: lost(WorkerHang)}, again_and_again):
-        collector = FakeCollector(failures)
-        with pytest.raises(WorkerError):
-            writer(folder, collector=collector).ask_all(SAMPLING, 2)
-        assert collector.num_asked < 6
+@named(
+    "failures",
+    {
+        "an error": {2: lost(WorkerError, "KeyError")},
+        "a hang": {2: lost(WorkerHang)},
+        "death after death": {n: lost(WorkerDied) for n in range(2, 99)},
+    },
+)
+def test_what_asking_again_does_not_help_against_ends_it(failures, folder):
+    collector = FakeCollector(failures)
+    with pytest.raises(WorkerError):
+        writer(folder, collector=collector).ask_all(SAMPLING, 2)
+    assert collector.num_asked < 6
 
 
 def test_a_vote_needs_answers(folder):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nemo_rl.refit.layout import RefitError, TensorMeta, exported
 from nemo_rl.refit.shard_plan import TRAILER_BYTES, Shards
 from nemo_rl.refit.shard_sender import ExportedShard, ShardExchange, ShardSender
+from tests.tables import named
 from tests.unit.refit import shard_cases
 from tests.unit.refit.shard_cases import Case, random_case, shards_of
 from tests.unit.refit.test_weight_transfer import CPU, Link, packing
@@ -62,16 +63,22 @@ def test_equal_for_any_order_of_the_sources():
             assert np.array_equal(value, getattr(second, field.name)), field.name
 
 
-def test_what_does_not_fit_together_is_refused():
-    for sources, message in (
-        ([(0, 0, 0, 0, 4)], r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
-        ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
-        ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], "2 to 4 of dimension 1"),
-        ([(0, 0, 0, 0, 9)], "do not tile it from begin to end: 0 to 9 of dimension 0"),
-        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], "rank 0 holds two shards of m.w"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Case([TensorMeta("m.w", "float32", (8, 4))], shards_of(sources), {1: [0]}, [0] * 4).plan(128)
+@named(
+    "sources, message",
+    {
+        "half is missing": ([(0, 0, 0, 0, 4)], r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
+        "overlap": ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
+        "another dimension": (
+            [(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)],
+            "2 to 4 of dimension 1",
+        ),
+        "beyond the end": ([(0, 0, 0, 0, 9)], "do not tile it from begin to end: 0 to 9 of dimension 0"),
+        "two shards of a rank": ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], "rank 0 holds two shards of m.w"),
+    },
+)
+def test_what_does_not_fit_together_is_refused(sources, message):
+    with pytest.raises(ValueError, match=message):
+        Case([TensorMeta("m.w", "float32", (8, 4))], shards_of(sources), {1: [0]}, [0] * 4).plan(128)
 
 
 def carry(exchanges: list[ShardExchange], bucket: int, halves: list[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from nemo_rl.refit.buffers import CudaIpcBuffer, SharedMemoryBuffer, attach_buff
 from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint
 from nemo_rl.refit.layout import ExportedTensor, PackLayout, RefitError, Segment, TensorMeta, exported
 from nemo_rl.refit.transfer import COMPARISON, Sender, WeightReceiver, WeightSender
+from tests.tables import named
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -64,11 +65,23 @@ def test_layout_covers_every_byte_once_survives_json_and_keeps_apart_what_is_sen
     assert again == layout and again.digest() == layout.digest()
 
 
-def test_layout_refuses_one_name_for_two_and_adapters_that_are_not_pairs_behind_weights() -> None:
-    for names in ("a b a", "w w.A", "w w.A v.B", "w.A w.B w", "w v.A v.B"):
-        adapts = {name: name.partition(".")[0] if "." in name else None for name in names.split()}
-        with pytest.raises(AssertionError):
-            PackLayout.build([TensorMeta(name, "float32", (2, 2), adapts[name]) for name in names.split()], 64)
+@named(
+    "names",
+    {
+        "a name twice": "a b a",
+        "half an adapter": "w w.A",
+        "halves of two weights": "w w.A v.B",
+        "before the weight": "w.A w.B w",
+        "behind another weight": "w v.A v.B",
+    },
+)
+def test_layout_refuses_one_name_for_two_and_adapters_that_are_not_pairs_behind_weights(names: str) -> None:
+    adapts = {name: name.partition(".")[0] if "." in name else None for name in names.split()}
+    with pytest.raises(AssertionError):
+        PackLayout.build([TensorMeta(name, "float32", (2, 2), adapts[name]) for name in names.split()], 64)
+
+
+def test_a_bucket_holds_bytes() -> None:
     with pytest.raises(ValueError, match="bucket_bytes must be positive, not 0"):
         PackLayout.build([], 0)
 

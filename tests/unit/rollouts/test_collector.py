@@ -15,6 +15,7 @@ from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker
 from tests.fakes import handle, sample
+from tests.tables import named
 from tests.unit.rollouts.engines import error, group_request
 
 
@@ -140,17 +141,20 @@ def test_what_starting_again_does_not_help_against_ends_it():
             played(OverFakes(FakeGroup(failures=failures)), 5, 2)
 
 
-def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them():
-    for failure, loss in (
-        (error(WorkerError, "rollout-0", "KeeperLost"), None),  # the rollout worker says so
-        (error(WorkerHang, "rollout-0"), "it answers nothing"),  # the rollout worker waits for it
-        (error(WorkerError, "rollout-0", "OwnerDiedError"), "gone"),
-    ):
-        collector = OverFakes(FakeGroup(failures={2: failure}))
-        collector.keeper_loss = loss
-        with pytest.raises(WorkerDied, match="group_keeper-0, the process that holds finished groups, is lost") as told:
-            played(collector, 5, 2)
-        assert told.value.is_of(KEEPER)
+@named(
+    "failure, loss",
+    {
+        "told by a worker": (error(WorkerError, "rollout-0", "KeeperLost"), None),  # the rollout worker says so
+        "a worker hangs": (error(WorkerHang, "rollout-0"), "it answers nothing"),  # the rollout worker waits for it
+        "the owner died": (error(WorkerError, "rollout-0", "OwnerDiedError"), "gone"),
+    },
+)
+def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them(failure, loss):
+    collector = OverFakes(FakeGroup(failures={2: failure}))
+    collector.keeper_loss = loss
+    with pytest.raises(WorkerDied, match="group_keeper-0, the process that holds finished groups, is lost") as told:
+        played(collector, 5, 2)
+    assert told.value.is_of(KEEPER)
 
 
 @pytest.mark.parametrize("synced", [False, True])

@@ -17,6 +17,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.rollouts.episode import EpisodeLimits, ends_in_loop, run_episode
 from nemo_rl.types import Completion, EnvironmentStep, RenderedObservation, SampleStatus, SamplingParams, StopReason
 from tests.conversations import user
+from tests.tables import named
 
 
 @dataclass
@@ -92,29 +93,35 @@ def test_turns_alternate_and_only_the_models_tokens_carry_loss():
     assert (meta.length, meta.num_prompt_tokens, meta.num_generated_tokens) == (8, 3, 3)
 
 
-def test_what_cut_an_episode_is_told():
-    for turns, max_turns, max_total, limits in (
-        ([[10], [10]], 2, 100, (True, False)),
-        ([[10] * 8], 2, 100, (False, False)),  # tokens of a turn
-        ([[10] * 8], 1, 100, (False, False)),
-        ([[10] * 8], 2, 8, (False, True)),
-        ([[10]], 2, 6, (False, True)),  # the observation leaves no room for a token
-    ):
-        env = FakeEnvironment(*[(0.0, {})] * 3)
-        meta = play(FakeEngine(turns), env, max_turns=max_turns, max_total_tokens=max_total).meta
-        assert meta.status is SampleStatus.TRUNCATED and meta.num_turns == len(turns) == len(env.seen)
-        assert (meta.hit_turn_limit, meta.hit_total_token_limit) == limits, turns
+@named(
+    "turns, max_turns, max_total, limits",
+    {
+        "turns": ([[10], [10]], 2, 100, (True, False)),
+        "tokens of a turn": ([[10] * 8], 2, 100, (False, False)),
+        "tokens of the only turn": ([[10] * 8], 1, 100, (False, False)),
+        "tokens in all": ([[10] * 8], 2, 8, (False, True)),
+        "no room after the observation": ([[10]], 2, 6, (False, True)),
+    },
+)
+def test_what_cut_an_episode_is_told(turns, max_turns, max_total, limits):
+    env = FakeEnvironment(*[(0.0, {})] * 3)
+    meta = play(FakeEngine(turns), env, max_turns=max_turns, max_total_tokens=max_total).meta
+    assert meta.status is SampleStatus.TRUNCATED and meta.num_turns == len(turns) == len(env.seen)
+    assert (meta.hit_turn_limit, meta.hit_total_token_limit) == limits, turns
 
 
-def test_none_keeps_the_stop_strings_and_an_empty_list_takes_them_away():
-    for asked, said, used in (
-        (["a"], [None, None], [("a",)] * 3),
-        ([], [["b"], None], [(), ("b",), ("b",)]),
-        (None, [[], ["c", "d"]], [("end",), (), ("c", "d")]),
-    ):
-        engine = FakeEngine([[10]] * 3)
-        play(engine, FakeEnvironment(*((0.0, {"next_stop_strings": s}) for s in said), (1.0, {})), stop_strings=asked)
-        assert [request.sampling.stop_strings for request in engine.asked] == used, asked
+@named(
+    "asked, said, used",
+    {
+        "own": (["a"], [None, None], [("a",)] * 3),
+        "none at first": ([], [["b"], None], [(), ("b",), ("b",)]),
+        "those of the configuration": (None, [[], ["c", "d"]], [("end",), (), ("c", "d")]),
+    },
+)
+def test_none_keeps_the_stop_strings_and_an_empty_list_takes_them_away(asked, said, used):
+    engine = FakeEngine([[10]] * 3)
+    play(engine, FakeEnvironment(*((0.0, {"next_stop_strings": s}) for s in said), (1.0, {})), stop_strings=asked)
+    assert [request.sampling.stop_strings for request in engine.asked] == used, asked
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,18 +164,21 @@ def test_a_sampled_image_token_is_counted_and_carries_no_loss():
     assert (sample.meta.num_sampled_image_tokens, sample.meta.num_generated_tokens) == (2, 4)
 
 
-def test_experts_are_those_of_the_turn_that_computed_the_token_first():
-    for turns_with_experts, turn_of_token in (
+@named(
+    "turns_with_experts, turn_of_token",
+    {
         # Prompt 3, turn 2, observation 2, turn 1, observation 2, turn 2; the last token of a turn comes with the next.
-        ({0, 1, 2}, [0] * 4 + [1] * 3 + [2] * 4),
-        ({1, 2}, [1] * 7 + [2] * 4),  # the next turn makes up for one without
-        ({0, 1}, [0] * 4 + [1] * 3),  # the rest has none
-    ):
-        engine = FakeEngine([[11, 12], [13], [14, 15]], turns_with_experts)
-        sample = play(engine, FakeEnvironment(*[(0.0, {})] * 3))
-        experts = sample.routed_experts
-        assert experts is not None and sample.meta.routed_experts_bytes == experts.nbytes
-        assert experts[:, 0].tolist() == [[turn, token] for token, turn in enumerate(turn_of_token)]
+        "every turn": ({0, 1, 2}, [0] * 4 + [1] * 3 + [2] * 4),
+        "without the first": ({1, 2}, [1] * 7 + [2] * 4),  # the next turn makes up for one without
+        "without the last": ({0, 1}, [0] * 4 + [1] * 3),  # the rest has none
+    },
+)
+def test_experts_are_those_of_the_turn_that_computed_the_token_first(turns_with_experts, turn_of_token):
+    engine = FakeEngine([[11, 12], [13], [14, 15]], turns_with_experts)
+    sample = play(engine, FakeEnvironment(*[(0.0, {})] * 3))
+    experts = sample.routed_experts
+    assert experts is not None and sample.meta.routed_experts_bytes == experts.nbytes
+    assert experts[:, 0].tolist() == [[turn, token] for token, turn in enumerate(turn_of_token)]
 
 
 def test_environments_get_plain_messages_or_with_raw_text_the_contract_of_nemo_rl():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.rollouts.agents.frozen import FrozenModel, draw, num_until_stop
 from nemo_rl.types import SamplingParams, StopReason
+from tests.tables import named
 from tests.unit.policy.models import save_model
 from tests.unit.rollouts.engines import in_loop, request_of
 
@@ -43,21 +44,32 @@ async def test_a_batch_says_what_each_prompt_says_alone(folder: Path):
             assert tokens == whole.argmax(-1).tolist()
 
 
-def test_top_k_and_top_p_bound_what_is_drawn():
+@named(
+    "kept, how",
+    {
+        "top_k": (2, {"top_k": 2}),
+        "top_p": (1, {"top_p": 0.5}),
+        "both": (1, {"top_k": 2, "top_p": 0.7}),  # of the two that top-k leaves
+    },
+)
+def test_top_k_and_top_p_bound_what_is_drawn(kept, how):
     logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
-    for kept, how in (
-        (2, {"top_k": 2}),
-        (1, {"top_p": 0.5}),
-        (1, {"top_k": 2, "top_p": 0.7}),  # of the two that top-k leaves
-    ):
-        drawn = {draw(logits, SamplingParams(max_new_tokens=1, **how), generator) for _ in range(50)}
-        assert {token for token, _ in drawn} == set(range(kept))
-        assert sum(torch.tensor(logprob).exp().item() for _, logprob in drawn) == pytest.approx(1.0)
+    drawn = {draw(logits, SamplingParams(max_new_tokens=1, **how), generator) for _ in range(50)}
+    assert {token for token, _ in drawn} == set(range(kept))
+    assert sum(torch.tensor(logprob).exp().item() for _, logprob in drawn) == pytest.approx(1.0)
 
 
-def test_a_stop_string_ends_the_tokens_that_complete_it():
-    for stops, num in ((("cd",), 4), (("x", "b"), 2), (("x",), 5), ((), 5)):
-        assert num_until_stop(range(5), stops, lambda tokens: "".join("abcde"[token] for token in tokens)) == num
+@named(
+    "stops, num",
+    {
+        "of two tokens": (("cd",), 4),
+        "the first of two": (("x", "b"), 2),
+        "absent": (("x",), 5),
+        "none": ((), 5),
+    },
+)
+def test_a_stop_string_ends_the_tokens_that_complete_it(stops, num):
+    assert num_until_stop(range(5), stops, lambda tokens: "".join("abcde"[token] for token in tokens)) == num
 
 
 @in_loop
