@@ -19,6 +19,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import ENV_REGISTRY
 from nemo_rl.utils.registry import import_object
+from tests.tables import named
 
 
 def theirs(module: str) -> Any:
@@ -183,16 +184,25 @@ def test_losses_take_a_batch_by_name() -> None:
     assert loss.item() == -2
 
 
-def test_answers_are_scored_as_by_their_verifier() -> None:
+@named(
+    "solution, truth, strict, score, found",
+    {
+        "a fraction": ("so it is\nAnswer: $\\frac12$", "\\frac{1}{2}", False, 1.0, "\\frac{1}{2}"),
+        "an answer before the end": ("Answer: 4" + 300 * " ", "4", False, -1.0, None),  # the answer stands at the end
+        "the last box": ("\\boxed{1} \\boxed{a{b}}", "a{b}", True, 1.0, "a{b}"),
+        "an open box": ("\\boxed{1", "1", True, -1.0, None),
+    },
+)
+def test_answers_are_scored_as_by_their_verifier(
+    solution: str, truth: str, strict: bool, score: float, found: str | None
+) -> None:
     verifier = theirs("environments.dapo_math_verifier")
-    for solution, truth, strict, score, found in (
-        ("so it is\nAnswer: $\\frac12$", "\\frac{1}{2}", False, 1.0, "\\frac{1}{2}"),
-        ("Answer: 4" + 300 * " ", "4", False, -1.0, None),  # the answer stands at the end
-        ("\\boxed{1} \\boxed{a{b}}", "a{b}", True, 1.0, "a{b}"),
-        ("\\boxed{1", "1", True, -1.0, None),
-    ):
-        found_here = verifier.compute_score(solution, truth, strict_box_verify=strict)
-        assert found_here == {"score": score, "acc": score > 0, "pred": found}
+    found_here = verifier.compute_score(solution, truth, strict_box_verify=strict)
+    assert found_here == {"score": score, "acc": score > 0, "pred": found}
+
+
+def test_answers_are_read_as_by_their_parser() -> None:
+    verifier = theirs("environments.dapo_math_verifier")
     assert verifier.is_correct_minerva("Answer: 1,000", "so \\boxed{1000}", gt_need_extract=True) == (True, "1000")
     parsing = theirs("evals.answer_parsing")
     [german] = [word for word in parsing.MULTILINGUAL_ANSWER_REGEXES if "Antwort" in word]
@@ -228,11 +238,14 @@ def test_pythons_of_actors_and_defaults_of_datasets() -> None:
     assert theirs("algorithms.loss.interfaces").LossType.TOKEN_LEVEL.value == "token_level"
 
 
-def test_a_call_that_means_something_else_names_ours() -> None:
-    for module, name, ours in (
-        ("loss", "DPOLossFn", "nemo_rl.algorithms.losses.preference.DPOLoss"),
-        ("loss_functions", "NLLLoss", "nemo_rl.algorithms.losses.nll.NLLLoss"),
-        ("loss", "DistillationLossFn", "nemo_rl.algorithms.losses.distillation.DistillationLoss"),
-    ):
-        with pytest.raises(TypeError, match=re.escape(ours)):
-            getattr(theirs(f"algorithms.{module}"), name)({}, None)
+@named(
+    "module, name, ours",
+    {
+        "DPO": ("loss", "DPOLossFn", "nemo_rl.algorithms.losses.preference.DPOLoss"),
+        "NLL": ("loss_functions", "NLLLoss", "nemo_rl.algorithms.losses.nll.NLLLoss"),
+        "distillation": ("loss", "DistillationLossFn", "nemo_rl.algorithms.losses.distillation.DistillationLoss"),
+    },
+)
+def test_a_call_that_means_something_else_names_ours(module: str, name: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(ours)):
+        getattr(theirs(f"algorithms.{module}"), name)({}, None)

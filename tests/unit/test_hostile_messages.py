@@ -32,6 +32,7 @@ from nemo_rl.rollouts.openai_server import OpenAIServer
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import METADATA_NAME, saved_tensors
 from nemo_rl.utils.tables import MAX_ROW_BYTES, load_table
+from tests.tables import named
 from tests.unit.data.test_examples import TOKENIZER, maker, prompt
 from tests.unit.environments.http_servers import answering, post, served
 from tests.unit.environments.test_remote import GOOD
@@ -175,9 +176,19 @@ def test_an_environment_server_answers_whatever_is_sent(server: str, sent: tuple
     assert status in (200, 400) and ("error" in answer) == (status == 400), (status, answer)
 
 
-def test_no_other_header_is_taken_for_the_token(server: str) -> None:
-    for token in ("", "secret", "Bearer", "Bearer secret2", "Bearer \xe9", "Basic secret"):
-        assert post(server, "/step", json.dumps(STEP).encode(), {"Authorization": token})[0] == 401
+@named(
+    "token",
+    {
+        "none": "",
+        "without Bearer": "secret",
+        "without a token": "Bearer",
+        "another token": "Bearer secret2",
+        "beyond ASCII": "Bearer \xe9",
+        "Basic": "Basic secret",
+    },
+)
+def test_no_other_header_is_taken_for_the_token(token: str, server: str) -> None:
+    assert post(server, "/step", json.dumps(STEP).encode(), {"Authorization": token})[0] == 401
 
 
 MORE = {"metadata": [{"a": [1, 2.5]}], "next_stop_strings": [["x"]], "answers": ["1"], "metrics": [{"b": 1.0}]}

@@ -20,6 +20,7 @@ from nemo_rl.algorithms.plan.token_advantages import KLInReward, whiten, whiteni
 from nemo_rl.algorithms.ppo import GAEAdvantages
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.fakes import handle, rewarded, sample
+from tests.tables import named
 
 
 def grpo(**changes: Any) -> GRPOConfig:
@@ -166,21 +167,34 @@ def test_gdpo_weighs_its_rewards():
         compute_advantages(groups, cfg("gdpo", reward_weights=[1.0, 1.0, 1.0]))
 
 
-def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
+def test_gdpo_leaves_failed_samples_out():
     whole = compute_advantages([parted([0.0, 1.0], [1.0, 0.0], [1.0, 1.0])], cfg("gdpo")).advantages[0]
     failed = parted([0.0, 1.0], [], [1.0, 0.0], [1.0, 1.0], valid=[True, False, True, True])
     assert compute_advantages([failed], cfg("gdpo")).advantages[0] == [whole[0], 0.0, *whole[1:]]
     equal = [parted([1.0, 0.0], [0.0, 1.0]), parted([0.5, 0.5], [0.5, 0.5])]
     assert compute_advantages(equal, cfg("gdpo")).advantages == [[0.0, 0.0]] * 2, "no variance"
+
+
+@named(
+    "told, groups",
+    {
+        "one reward": (r"found 1\); return rewards \[B, n\], as math_multi_reward does", [parted([1.0], [0.0])]),
+        "another number in a group": (
+            r"found 2, 3\)",
+            [parted([1.0, 0.0], [0.0, 1.0]), parted([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])],
+        ),
+        "none": (r"found 0\)", [parted([], [])]),
+    },
+)
+def test_gdpo_needs_several_rewards(told, groups):
+    with pytest.raises(ValueError, match=told):
+        compute_advantages(groups, cfg("gdpo"))
+
+
+def test_rows_of_a_role_have_one_reward_each_and_gdpo_needs_several():
     [of_agent] = score_groups([handle(*(sample(r, role="solver", own_reward=r) for r in (0.0, 1.0)))], grpo())
-    for told, groups in (
-        (r"found 1\); return rewards \[B, n\], as math_multi_reward does", [parted([1.0], [0.0])]),
-        (r"found 2, 3\)", [parted([1.0, 0.0], [0.0, 1.0]), parted([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])]),
-        (r"found 0\)", [parted([], [])]),
-        (r"found 0\)", of_agent.compared_rewards()),  # the rows of a role have one reward each
-    ):
-        with pytest.raises(ValueError, match=told):
-            compute_advantages(groups, cfg("gdpo"))
+    with pytest.raises(ValueError, match=r"found 0\)"):
+        compute_advantages(of_agent.compared_rewards(), cfg("gdpo"))
 
 
 def test_failed_samples_get_zero_and_stay_out_of_the_statistics():
@@ -272,10 +286,17 @@ def test_kl_in_reward_by_hand():
     assert whitened.tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0, -1.0], abs=1e-4)
 
 
-def test_whitening_without_variance_or_tokens_is_exact_zero():
-    for mask in (torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([[1.0, 0, 0], [0, 0, 0]])):
-        advantages = torch.full((2, 3), 0.3)
-        assert torch.equal(whiten(advantages, mask, whitening_sums(advantages, mask), 1e-6), torch.zeros(2, 3))
+@named(
+    "mask",
+    {
+        "no variance": torch.ones(2, 3),
+        "no token": torch.zeros(2, 3),
+        "one token": torch.tensor([[1.0, 0, 0], [0, 0, 0]]),
+    },
+)
+def test_whitening_without_variance_or_tokens_is_exact_zero(mask):
+    advantages = torch.full((2, 3), 0.3)
+    assert torch.equal(whiten(advantages, mask, whitening_sums(advantages, mask), 1e-6), torch.zeros(2, 3))
 
 
 # -- with a value model

@@ -17,6 +17,7 @@ from nemo_rl.distributed.packing import PackingAlgorithm
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.types import BatchPlan, MicroBatch, PlannedSample
 from tests.fakes import handle, sample
+from tests.tables import named
 from tests.unit.config.run_configs import build
 
 LONGEST = 99
@@ -219,12 +220,19 @@ def test_packed_batches_are_as_few_as_will_do_and_level():
         plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
 
 
-def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
+@named(
+    "batching",
+    {
+        "packed": packed(8192, 8192),
+        "padded": padded(8192, 8192, 64),
+        "fixed": fixed(4, 4),
+    },
+)
+def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same(batching):
     lengths = np.random.default_rng(5).lognormal(math.log(512), 0.6, 1024).clip(1, 2048).astype(int).tolist()
-    for batching in (packed(8192, 8192), padded(8192, 8192, 64), fixed(4, 4)):
-        plan = plan_of(lengths, batching, num_ranks=8, global_batch_size=1024)
-        metrics = measure_packing(plan, batching).metrics()
-        assert metrics["packing/work_imbalance"] < 1.01 and metrics["packing/wait_imbalance"] < 1.03
+    plan = plan_of(lengths, batching, num_ranks=8, global_batch_size=1024)
+    metrics = measure_packing(plan, batching).metrics()
+    assert metrics["packing/work_imbalance"] < 1.01 and metrics["packing/wait_imbalance"] < 1.03
 
 
 @pytest.mark.parametrize("batching", [packed(200, 200), fixed(2, 2)], ids=["packed", "fixed"])
@@ -241,14 +249,19 @@ def test_images_count_in_the_balance_of_ranks_and_micro_batches(batching):
         assert batching.cost([s for batch in rank.train[0] for s in batch]) == pytest.approx(4 * 200 + 100)
 
 
-def test_batching_of_a_policy():
+DYNAMIC = {"dynamic_batching": {"enabled": True}, "make_sequence_length_divisible_by": 48}
+PACKING = {"sequence_packing": {"enabled": True, "train_mb_tokens": 4096}}
+
+
+@named(
+    "changes, want",
+    {
+        "fixed": ({}, fixed(2, 3)),
+        "padded": (DYNAMIC, padded(2044, 3066, 192)),
+        "packed": (PACKING, packed(4096, 3066, algorithm="modified_first_fit_decreasing")),
+    },
+)
+def test_batching_of_a_policy(changes, want):
     sizes = {"max_total_sequence_length": 1022, "train_micro_batch_size": 2, "logprob_batch_size": 3}
-    dynamic = {"dynamic_batching": {"enabled": True}, "make_sequence_length_divisible_by": 48}
-    packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 4096}}
-    for changes, want in (
-        ({}, fixed(2, 3)),
-        (dynamic, padded(2044, 3066, 192)),
-        (packing, packed(4096, 3066, algorithm="modified_first_fit_decreasing")),
-    ):
-        policy = RolloutPolicyConfig.model_validate(build().policy.model_dump() | sizes | changes)
-        assert Batching.of(policy, quadratic_weight=0.01) == want
+    policy = RolloutPolicyConfig.model_validate(build().policy.model_dump() | sizes | changes)
+    assert Batching.of(policy, quadratic_weight=0.01) == want

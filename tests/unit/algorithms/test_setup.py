@@ -26,7 +26,7 @@ from nemo_rl.distributed.limits import process_limits
 from nemo_rl.models.generation.engine_config import HttpServerConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from nemo_rl.utils.timer import TimeoutChecker
-from tests.tables import FINE, cases, lines, pattern
+from tests.tables import FINE, cases, lines, named, pattern
 from tests.unit.config.run_configs import CONFIGS, MEGATRON, build
 from tests.unit.generation.configs import generation_config
 from tests.unit.rollouts.test_openai_server import settings
@@ -172,21 +172,28 @@ def test_every_axis_of_a_layout_is_shown() -> None:
     assert ranks[-1] == "3 7 rank 31 (stage 1, copy 1, data 3, context 1, tensor 1, experts 1) engine 31"
 
 
-def test_the_gpus_that_are_wanted_and_found_are_named_and_those_of_a_reward_model_in_use_count() -> None:
-    four, judge = ["cluster.gpus_per_node=4"], "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
-    two = ["cluster.gpus_per_node=2", f"+env.judge={judge}"]
-    used = [*two, "data.default.env_name=judge"]
-    for overrides, num_gpus, told in (
-        (four, 0, r"examples/configs/grpo_math_cpu\.yaml"),
-        (four, 2, r"4 GPUs wanted, 2 found.*cluster.gpus_per_node=2"),
-        (four, 4, FINE),
-        (two, 2, FINE),
-        (used, 3, FINE),
-        (used, 2, r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"),
-        (used, 1, r"3 GPUs wanted \(1 of them.*1 found.*set fewer for those"),
-    ):
-        with nullcontext() if told == FINE else pytest.raises(ConfigError, match=told):
-            check_hardware(build(*overrides), num_gpus=num_gpus, environment={})
+FOUR, JUDGE = ["cluster.gpus_per_node=4"], "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
+TWO = ["cluster.gpus_per_node=2", f"+env.judge={JUDGE}"]
+USED = [*TWO, "data.default.env_name=judge"]
+
+
+@named(
+    "overrides, num_gpus, told",
+    {
+        "none": (FOUR, 0, r"examples/configs/grpo_math_cpu\.yaml"),
+        "two of four": (FOUR, 2, r"4 GPUs wanted, 2 found.*cluster.gpus_per_node=2"),
+        "four of four": (FOUR, 4, FINE),
+        "a reward model without tasks": (TWO, 2, FINE),
+        "a reward model in use": (USED, 3, FINE),
+        "no GPU for it": (USED, 2, r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"),
+        "one GPU": (USED, 1, r"3 GPUs wanted \(1 of them.*1 found.*set fewer for those"),
+    },
+)
+def test_the_gpus_that_are_wanted_and_found_are_named_and_those_of_a_reward_model_in_use_count(
+    overrides: list[str], num_gpus: int, told: str
+) -> None:
+    with nullcontext() if told == FINE else pytest.raises(ConfigError, match=told):
+        check_hardware(build(*overrides), num_gpus=num_gpus, environment={})
 
 
 def test_a_run_for_which_too_few_processes_are_allowed_names_the_number_that_it_needs(tmp_path: Path) -> None:

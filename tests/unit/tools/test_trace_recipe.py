@@ -10,6 +10,7 @@ import pytest
 from nemo_rl.algorithms.parts.placement import phases_of
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.policy.memory import Machine, ModelShape
+from tests.tables import named
 from tests.unit.config.run_configs import CONFIGS, MASTERS, ROOT
 from tools.standin.build import GPUS
 from tools.standin.shapes import MODELS, published
@@ -21,18 +22,26 @@ BOTH, PAIR = (0, 1), (2, 3)
 REDUCE, GATHER = "all_reduce of 8 float32", "all_gather of 4 bfloat16"
 
 
-def test_the_first_difference_of_a_group_is_named():
+HALF = "all_reduce of 8 bfloat16"
+SAME = {0: {BOTH: [REDUCE, GATHER]}, 1: {BOTH: [REDUCE, GATHER]}}
+
+
+def test_equal_calls_of_a_group_have_no_difference():
+    assert differences(SAME) == []
+
+
+@named(
+    "log, at, said",
+    {
+        "left out": ([REDUCE], 2, "nothing more"),
+        "another order": ([GATHER, REDUCE], 1, GATHER),
+        "another dtype": ([HALF, GATHER], 1, HALF),
+    },
+)
+def test_the_first_difference_of_a_group_is_named(log, at, said):
     """A collective that one rank leaves out, enters in another order, or with another dtype."""
-    same = {0: {BOTH: [REDUCE, GATHER]}, 1: {BOTH: [REDUCE, GATHER]}}
-    assert differences(same) == []
-    half = "all_reduce of 8 bfloat16"
-    for log, at, said in (
-        ([REDUCE], 2, "nothing more"),
-        ([GATHER, REDUCE], 1, GATHER),
-        ([half, GATHER], 1, half),
-    ):
-        [found] = differences(same | {1: {BOTH: log}})
-        assert found.startswith(f"group 0 1: call {at} of 2") and found.endswith(f"rank 1 {said}")
+    [found] = differences(SAME | {1: {BOTH: log}})
+    assert found.startswith(f"group 0 1: call {at} of 2") and found.endswith(f"rank 1 {said}")
 
 
 def test_messages_are_compared_in_pairs_and_other_messages_between_them_do_not_matter():
