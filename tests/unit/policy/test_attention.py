@@ -151,17 +151,25 @@ def test_every_query_sees_its_keys_and_no_others(lengths, window, key_heads, val
     torch.testing.assert_close(out, (scores.softmax(-1) @ values).transpose(0, 1)[None], atol=1e-5, rtol=1e-5)
 
 
-def test_architectures_whose_tokens_meet_elsewhere_are_refused() -> None:
-    for model_type, changes, reason, implementation in (
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason", "implementation"),
+    [
         ("gemma2", {}, "soft-capped", "eager"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, "layers of type conv", "sdpa"),
         ("jamba", {}, "a state from token to token", "sdpa"),
         ("nemotron", {}, "none of the architectures known", "sdpa"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal", "sdpa"),
-    ):
-        config = AutoConfig.for_model(model_type, **changes)
-        assert reason in str(unpackable_reason(config))
-        assert attention_implementation(config) == implementation
+    ],
+)
+def test_architectures_whose_tokens_meet_elsewhere_are_refused(
+    model_type: str, changes: dict[str, object], reason: str, implementation: str
+) -> None:
+    config = AutoConfig.for_model(model_type, **changes)
+    assert reason in str(unpackable_reason(config))
+    assert attention_implementation(config) == implementation
+
+
+def test_a_model_with_images_is_judged_by_the_text_model_inside() -> None:
     assert unpackable_reason(AutoConfig.for_model("gemma3")) is None, "judged by the text model inside"
 
 

@@ -114,14 +114,17 @@ def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() ->
     assert flops.train([3, 5]) - flops.train([3, 5], has_adapters=True) == 8 * flops.per_token
 
 
-def test_architectures_that_have_names_of_their_own() -> None:
-    for model_type, settings in (
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
         ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
         ("ernie4_5_moe", {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("deepseek_v3", EXPERTS | {"n_routed_experts": 8}),
-    ):
-        assert flops_of(model_type, **settings).train([8]) > 0, model_type
+    ],
+)
+def test_architectures_that_have_names_of_their_own(model_type: str, settings: dict[str, Any]) -> None:
+    assert flops_of(model_type, **settings).train([8]) > 0, model_type
 
 
 def test_linear_attention_has_no_pairs_and_its_convolution_counts() -> None:

@@ -197,8 +197,9 @@ def test_what_can_be_cut_is_let_through_and_the_plan_in_the_examples_is_that_of_
         assert dict(own) == {name: word for name, word in dict(hf.tp_plan).items() if ".layers." in name}
 
 
-def test_what_cannot_be_cut_is_refused_with_what_would_work() -> None:
-    for message, arguments in (
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
         (r"size=3 does not divide the 4 attention heads", {"size": 3}),
         (r"size=2 does not divide the 95 output features of model\.layers\.0\.mlp\.gate", {"intermediate_size": 95}),
         (r" 'plans' is not an import path; write package\.module:name", {"plan": "plans"}),
@@ -214,6 +215,8 @@ def test_what_cannot_be_cut_is_refused_with_what_would_work() -> None:
             {"family": "olmo", "split": True},
         ),
         (r"set policy\.dtensor_cfg\.sequence_parallel=false", {"plan": ":STYLES", "split": True}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check(**{"family": "llama"} | arguments)
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_what_would_work(message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**{"family": "llama"} | arguments)

@@ -19,6 +19,7 @@ from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
 from nemo_rl.models.policy.dtensor.model import recompute_activations
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.tables import named
 from tests.unit.policy.models import SHAPE, edit_json
 from tests.unit.policy.steps import PACKED, load_step, make_worker, policy_config, train_step, whole_weights
 from tests.unit.policy.test_layouts import PP, TP
@@ -73,28 +74,38 @@ def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained(
     assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name), "experts stay frozen"
 
 
-def test_layers_are_named_by_their_last_parts_or_a_pattern() -> None:
-    for expected, targets, excluded in (
-        (["q_proj", "down_proj"] * 2, ["q_proj", "mlp.down_proj"], []),
-        (PROJECTIONS[:4], ["model.layers.0.*"], ["*.mlp.*"]),
-        (PROJECTIONS * 2, ["*"], ["lm_head"]),
-    ):
-        cfg = lora_config(match_all_linear=False, target_modules=targets, exclude_modules=excluded)
-        assert layers(lora.adapted_model(qwen2_config(), cfg)) == expected
+@named(
+    "expected, targets, excluded",
+    {
+        "last parts": (["q_proj", "down_proj"] * 2, ["q_proj", "mlp.down_proj"], []),
+        "a layer": (PROJECTIONS[:4], ["model.layers.0.*"], ["*.mlp.*"]),
+        "all but the head": (PROJECTIONS * 2, ["*"], ["lm_head"]),
+    },
+)
+def test_layers_are_named_by_their_last_parts_or_a_pattern(
+    expected: list[str], targets: list[str], excluded: list[str]
+) -> None:
+    cfg = lora_config(match_all_linear=False, target_modules=targets, exclude_modules=excluded)
+    assert layers(lora.adapted_model(qwen2_config(), cfg)) == expected
 
 
-def test_settings_that_do_not_go_with_the_model_are_refused_without_weights() -> None:
-    for settings, message in (
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"target_modules": ["qproj"]}, r"target_modules: 'qproj' .*did you mean 'q_proj'.*\n.*down_proj \(2\)"),
         ({"target_modules": ["q_proj"], "exclude_modules": ["mpl.*"]}, "exclude_modules: 'mpl"),
         ({"target_modules": ["lm_head"]}, "output head, which cannot be adapted.*tied to the embeddings"),
         ({"target_modules": ["*"]}, "add lm_head to .*exclude_modules"),
         ({"target_modules": ["k_proj"], "dim": 33}, "dim=33 is more than the full rank 32 of k_proj; set .*dim=32"),
         ({"match_all_linear": True, "exclude_modules": ["*_proj"]}, "leaves no layer to adapt"),
-    ):
-        cfg = lora_config(**{"match_all_linear": False} | settings)
-        with pytest.raises(ValueError, match=message):
-            lora.adapted_model(qwen2_config(tie_word_embeddings=True), cfg)
+    ],
+)
+def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(
+    settings: dict[str, Any], message: str
+) -> None:
+    cfg = lora_config(**{"match_all_linear": False} | settings)
+    with pytest.raises(ValueError, match=message):
+        lora.adapted_model(qwen2_config(tie_word_embeddings=True), cfg)
 
 
 @pytest.mark.parametrize(

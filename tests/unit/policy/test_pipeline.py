@@ -122,15 +122,21 @@ def test_other_families_can_be_split_but_no_model_with_weights_beside_the_layers
         split(model, 0, cut(2))
 
 
-def test_what_cannot_be_split_is_refused_by_name() -> None:
+def test_as_many_stages_as_layers() -> None:
     check_pipeline(LLAMA, cut(5))
-    for config, dtensor_cfg, said in (
+
+
+@pytest.mark.parametrize(
+    ("config", "dtensor_cfg", "said"),
+    [
         (LLAMA, cut(6), "6 stages.* has 5 layers; set .*pipeline_parallel_size=1, or use at most 5 stages"),
         (LLAMA, cut(3, pipeline=INTERLEAVED), "stages_per_rank = 6 stages.*at most 5"),
         (AutoConfig.for_model("qwen2", tie_word_embeddings=True), cut(2), "size=2: this qwen2 model shares one matrix"),
         (GPT2, cut(2), "GPT2LMHeadModel .* has no embed_tokens, layers"),
         (GRANITE, cut(2), "GraniteForCausalLM .* changes hidden states"),
         (LLAMA, cut(2, lora_cfg=LAST_LAYER), "adapts none of the layers 0, 1, 2, which are all that pipeline rank 0"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            check_pipeline(config, dtensor_cfg)
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(config: Any, dtensor_cfg: DTensorConfig, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_pipeline(config, dtensor_cfg)

@@ -22,6 +22,7 @@ from nemo_rl.models.policy.megatron import files
 from nemo_rl.models.policy.megatron.checkpoint import _rectangles
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.tables import named
 from tests.unit.policy.megatron import hf_models
 from tests.unit.policy.megatron.parity import cut
 from tests.unit.policy.steps import make_worker, megatron_policy, train_step, whole_weights
@@ -153,14 +154,21 @@ def test_a_checkpoint_is_checked_by_its_headers(qwen, saved, tmp_path, caplog):
         files.check_checkpoint(foreign, policy, model)
 
 
-def test_any_range_of_a_flat_tensor_is_made_of_rectangles():
-    for shape in ((5,), (3, 2, 4), (5, 1, 3)):
-        flat = torch.arange(1.0, math.prod(shape) + 1)
-        for start, stop in combinations(range(len(flat) + 1), 2):
-            whole = torch.zeros(shape)
-            for at, view in _rectangles(shape, flat[start:stop], range(start, stop)):
-                whole[tuple(slice(low, low + size) for low, size in zip(at, view.shape, strict=True))] += view
-            assert torch.equal(whole.flatten()[start:stop], flat[start:stop]) and whole.sum() == flat[start:stop].sum()
+@named(
+    "shape",
+    {
+        "line": (5,),
+        "box": (3, 2, 4),
+        "a dimension of one": (5, 1, 3),
+    },
+)
+def test_any_range_of_a_flat_tensor_is_made_of_rectangles(shape):
+    flat = torch.arange(1.0, math.prod(shape) + 1)
+    for start, stop in combinations(range(len(flat) + 1), 2):
+        whole = torch.zeros(shape)
+        for at, view in _rectangles(shape, flat[start:stop], range(start, stop)):
+            whole[tuple(slice(low, low + size) for low, size in zip(at, view.shape, strict=True))] += view
+        assert torch.equal(whole.flatten()[start:stop], flat[start:stop]) and whole.sum() == flat[start:stop].sum()
 
 
 @pytest.mark.slow

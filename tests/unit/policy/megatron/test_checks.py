@@ -19,7 +19,7 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig, device_problem
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
 from nemo_rl.models.policy.megatron.worker import uses_transformer_engine
-from tests.tables import lines, pattern
+from tests.tables import lines, named, pattern
 from tests.unit.policy.megatron.hf_models import FAMILIES, config_of
 from tests.unit.policy.steps import megatron_policy
 
@@ -97,17 +97,28 @@ def test_settings_that_do_not_fit_the_model(left: str, said: str) -> None:
     assert message.startswith("policy.") and re.search(pattern(said), message), message
 
 
-def test_settings_of_models_without_an_equal_are_refused() -> None:
-    policy, windows = megatron_policy(), {"use_sliding_window": True, "sliding_window": 4}
-    for name, changes, message in (
-        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]} | windows, "layer_types: chunked_attention"),
-        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 .* needs 2 or more"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05 .*transformer_impl to local"),
-    ):
-        model, by_engine = config_of(name, **changes), "rms_norm_eps" in changes
-        with pytest.raises(ValueError, match=message):
-            transformer_config(model, policy, use_transformer_engine=by_engine)
-    transformer_config(model, policy, use_transformer_engine=False)
+POLICY, WINDOWS = megatron_policy(), {"use_sliding_window": True, "sliding_window": 4}
+
+
+@named(
+    "name, changes, message",
+    {
+        "chunked attention": (
+            "qwen2",
+            {"layer_types": ["full_attention", "chunked_attention"]} | WINDOWS,
+            "layer_types: chunked_attention",
+        ),
+        "one expert per token": ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 .* needs 2 or more"),
+        "a small epsilon": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05 .*transformer_impl to local"),
+    },
+)
+def test_settings_of_models_without_an_equal_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    model, by_engine = config_of(name, **changes), "rms_norm_eps" in changes
+    with pytest.raises(ValueError, match=message):
+        transformer_config(model, POLICY, use_transformer_engine=by_engine)
+
+    if by_engine:
+        transformer_config(model, POLICY, use_transformer_engine=False)
 
 
 STAGES = "pipeline_model_parallel_size"
@@ -118,15 +129,18 @@ def stages_of(num_layers: int, **settings: Any) -> list[list[range]]:
     return stage_layers(MegatronConfig(enabled=True, **settings), num_layers)
 
 
-def test_layers_that_do_not_split() -> None:
-    for num_layers, settings, message in (
+@pytest.mark.parametrize(
+    ("num_layers", "settings", "message"),
+    [
         (61, {STAGES: 16}, f"{STAGES}=16 does not divide the 61 .*; set {KEY}.{FIRST}=2 and {KEY}.{LAST}=3, or"),
         (61, {STAGES: 4, FIRST: 20}, f"{FIRST}=20 leaves 41 of the model's 61 layers to 3 .*{FIRST}=14 and"),
         (8, {STAGES: 2, FIRST: 3, LAST: 4}, f"{LAST}=4 holds 7 of the 8 layers .*{FIRST}=null and .*{STAGES}=2"),
         (8, {STAGES: 2, "virtual_pipeline_model_parallel_size": 3}, "the 4 layers of a .* would: 1, 2, 4$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            stages_of(num_layers, **settings)
+    ],
+)
+def test_layers_that_do_not_split(num_layers: int, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stages_of(num_layers, **settings)
 
 
 def test_layers_of_stages_and_what_is_proposed_works() -> None:

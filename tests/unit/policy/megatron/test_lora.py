@@ -156,8 +156,9 @@ def test_linear_layers_are_adapted_but_those_left_out_and_experts() -> None:
     assert set(adapted(MOE)) == set(attention)
 
 
-def test_settings_that_do_not_go_with_adapters_are_refused_on_the_driver():
-    for model, peft, more, message in (
+@pytest.mark.parametrize(
+    ("model", "peft", "more", "message"),
+    [
         (LLAMA, {"target_modules": ["q_proj"]}, {}, "target_modules: 'q_proj' matches no linear layer"),
         (LLAMA, {"exclude_modules": ["linear_fc*"]}, {}, "matches no linear layer; there are linear_fc1, linear_fc2"),
         (LLAMA, {"exclude_modules": ["*"]}, {}, "exclude_modules leaves no layer"),
@@ -165,6 +166,8 @@ def test_settings_that_do_not_go_with_adapters_are_refused_on_the_driver():
         (LLAMA, {"target_modules": ["decoder.layers.0.*"]}, cut("pp2"), "none of the layers 2 to 3, which pipeline r"),
         (MOE, {}, {"freeze_moe_router": False}, "freeze_moe_router=false: .* set .*freeze_moe_router=true"),
         (MOE, {"target_modules": ["linear_fc1"]}, {}, r"takes in .*local_experts.0.linear_fc1, a layer of an"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_adapters(policy(peft=peft, **more), model)
+    ],
+)
+def test_settings_that_do_not_go_with_adapters_are_refused_on_the_driver(model, peft, more, message):
+    with pytest.raises(ValueError, match=message):
+        check_adapters(policy(peft=peft, **more), model)

@@ -18,6 +18,7 @@ from nemo_rl.models.policy.megatron import cpu_shim
 from nemo_rl.models.policy.megatron import optimizer as ours
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from tests.tables import named
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.megatron.parity import cut
 from tests.unit.policy.models import VOCAB
@@ -55,17 +56,20 @@ def test_every_value_reaches_megatron() -> None:
     assert found | expected == found
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    for key, optimizer, scheduler in (
+@pytest.mark.parametrize(
+    ("key", "optimizer", "scheduler"),
+    [
         ("optimizer.params_dtype", {"params_dtype": "bfloat16"}, {}),
         ("optimizer.use_precision_aware_optimizer", {"optimizer_cpu_offload": True}, {}),
         ("optimizer.use_precision_aware_optimizer", {**SGD, "use_precision_aware_optimizer": True}, {}),
         ("scheduler.lr_wsd_decay_iters", {"min_lr": 0.0}, {"lr_decay_style": "WSD"}),
         ("scheduler.lr_warmup_init", {}, {"lr_warmup_init": 1.0, "lr_warmup_iters": 2}),
         ("scheduler.end_weight_decay", {}, {"end_weight_decay": 0.0, "weight_decay_incr_style": "linear"}),
-    ):
-        with pytest.raises(ValueError, match=key.replace(".", r"\.")):
-            policy_of(optimizer, scheduler)
+    ],
+)
+def test_what_does_not_go_together_is_refused(key: str, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+        policy_of(optimizer, scheduler)
 
 
 def set_gradients(worker: MegatronPolicyWorker, seed: int) -> dict[str, torch.Tensor]:
@@ -151,18 +155,25 @@ def test_learning_rate_is_that_of_the_step(deep: Path) -> None:
     assert run_world(trained, 1) == [pytest.approx([0, 0.25e-3, 0.5e-3, 0.75e-3])]
 
 
-def test_orthogonal_update() -> None:
+@named(
+    "shape",
+    {
+        "wide": (24, 64),
+        "tall": (64, 24),
+        "square": (32, 32),
+    },
+)
+def test_orthogonal_update(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    for shape in ((24, 64), (64, 24), (32, 32)):
-        matrix = torch.randn(*shape, generator=generator)
-        update = ours.orthogonalized(matrix, 5)
-        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        aligned = u.mT @ update @ v.mT
-        torch.testing.assert_close(aligned, torch.diag(aligned.diagonal()), rtol=0, atol=1e-4)
-        theirs = torch.nn.Parameter(torch.zeros(shape))
-        theirs.grad = matrix
-        torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-        torch.testing.assert_close(-theirs.data, ours.scaled(update, "shape_scaling"), rtol=0, atol=0.05)
+    matrix = torch.randn(*shape, generator=generator)
+    update = ours.orthogonalized(matrix, 5)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    aligned = u.mT @ update @ v.mT
+    torch.testing.assert_close(aligned, torch.diag(aligned.diagonal()), rtol=0, atol=1e-4)
+    theirs = torch.nn.Parameter(torch.zeros(shape))
+    theirs.grad = matrix
+    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    torch.testing.assert_close(-theirs.data, ours.scaled(update, "shape_scaling"), rtol=0, atol=0.05)
 
 
 def test_momentum_that_looks_ahead_and_updates_as_large_as_those_of_adam() -> None:
