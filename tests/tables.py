@@ -1,4 +1,4 @@
-"""Tables of what a user can write and what is said of it, as text.
+"""Tables of cases: those of `named` have names, the others are text: what a user can write and the answer to it.
 
     grpo.seed=x & policy.precision=int7 -> grpo.seed ... must be a valid integer
     grpo.seed=7 -> fine
@@ -10,7 +10,14 @@ begins with `->`, `&` or `...` goes on with the line before.
 import re
 from collections.abc import Mapping
 
+import pytest
+
 FINE = "fine"
+
+
+def named(arguments: str, cases: Mapping[str, object]) -> pytest.MarkDecorator:
+    """One test per case: `@named("text, message", {"no colon": ("a", "not valid YAML")})`. A failure has its name."""
+    return pytest.mark.parametrize(arguments, list(cases.values()), ids=list(cases))
 
 
 def lines(text: str) -> list[tuple[str, str]]:

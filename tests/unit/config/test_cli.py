@@ -9,6 +9,7 @@ import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.cli import Parser, load_from_command_line
+from tests.tables import named
 from tests.unit.config.run_configs import ROOT
 
 DRIVER = Path(__file__).parent / "fixtures" / "driver.py"
@@ -65,18 +66,29 @@ def test_a_signal_before_the_run_ends_the_command_with_a_sentence() -> None:
     assert (done.returncode, done.stderr) == (143, "SIGTERM: the command ends before the run has begun\n")
 
 
-def test_a_correct_command_line_loads_and_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correct_command_line_loads() -> None:
     done = run(*CPU, "policy.model_name=mine")
     assert (done.returncode, done.stdout, done.stderr) == (0, "loaded mine\n", "")
+
+
+@named(
+    "arguments, message",
+    {
+        "no such file": (["--config=nothing.yaml"], CPU[1]),
+        "unknown option": (["--dryrun"], "unknown option --dryrun"),
+        "two files": (
+            ["--config", "a.yaml", "x=1", "--config=b.yaml"],
+            "--config: got a.yaml and b.yaml; give it once",
+        ),
+    },
+)
+def test_mistakes_of_a_command_line_are_told(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     how = {"description": "", "default_config": CPU[1], "placement": ""}
-    for arguments, message in (
-        (["--config=nothing.yaml"], CPU[1]),
-        (["--dryrun"], "unknown option --dryrun"),
-        (["--config", "a.yaml", "x=1", "--config=b.yaml"], "--config: got a.yaml and b.yaml; give it once"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            load_from_command_line(GRPOMasterConfig, argv=arguments, **how)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        load_from_command_line(GRPOMasterConfig, argv=arguments, **how)
+    assert message in capsys.readouterr().err
 
 
 def test_a_parser_stores_an_option_once_and_collects_what_is_to_be_collected(

@@ -14,7 +14,7 @@ from nemo_rl.config.loader import build_config, dump_config, load_config
 from nemo_rl.config.rules import value_of
 from nemo_rl.config.sources import load_tree
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
-from tests.tables import cases, lines
+from tests.tables import cases, lines, named
 from tests.unit.config.run_configs import CONFIGS, MASTERS, MEGATRON, MINIMAL, build, problems_of
 
 V0_6 = Path(__file__).parent / "fixtures" / "nemo_rl_v0_6_grpo.yaml"
@@ -175,21 +175,27 @@ def test_scalars(tmp_path: Path) -> None:
     assert [(type(value), value) for value in found] == [(type(value), value) for value in SCALARS.values()]
 
 
-def test_broken_files_are_refused_with_their_line(tmp_path: Path) -> None:
-    for text, message in (
-        ("a:\n  x: 1\n  x: 2\n", "run.yaml:3: a.x: written twice in this section, first in line 2"),
-        ("a: [1\nb: 2\n", "run.yaml:2: not valid YAML"),
-        ("- 1\n", "run.yaml:1: the file must hold sections"),
-        ("a: 1\n---\nb: 2\n", "run.yaml: the file must hold one document"),
-        ("a: 1\ndefaults: nowhere.yaml\n", "run.yaml:2: defaults: no such file"),
-        (f"defaults: {'x' * 300}\n", "run.yaml:1: defaults: no such file"),
-        ("defaults: true\n", "run.yaml:1: defaults: must be a path or a list of paths (got True)"),
-        ("defaults: run.yaml\n", "inherit from one another"),
-        ("a: &x {b: *x}\n", "run.yaml: cannot be read: an anchor contains itself"),
-        ("a: !!python/object:os.system x\n", "run.yaml:1: not valid YAML"),
-        ("defaults: [{a: 1}]\n", "run.yaml:1: defaults: must be a path"),
-    ):
-        assert message in error_of(tmp_path, text)
+@named(
+    "text, message",
+    {
+        "a key twice": ("a:\n  x: 1\n  x: 2\n", "run.yaml:3: a.x: written twice in this section, first in line 2"),
+        "an open list": ("a: [1\nb: 2\n", "run.yaml:2: not valid YAML"),
+        "a list in place of sections": ("- 1\n", "run.yaml:1: the file must hold sections"),
+        "two documents": ("a: 1\n---\nb: 2\n", "run.yaml: the file must hold one document"),
+        "a parent that is not there": ("a: 1\ndefaults: nowhere.yaml\n", "run.yaml:2: defaults: no such file"),
+        "a parent with a long name": (f"defaults: {'x' * 300}\n", "run.yaml:1: defaults: no such file"),
+        "a parent that is no path": (
+            "defaults: true\n",
+            "run.yaml:1: defaults: must be a path or a list of paths (got True)",
+        ),
+        "its own parent": ("defaults: run.yaml\n", "inherit from one another"),
+        "an anchor in itself": ("a: &x {b: *x}\n", "run.yaml: cannot be read: an anchor contains itself"),
+        "a tag of Python": ("a: !!python/object:os.system x\n", "run.yaml:1: not valid YAML"),
+        "a parent that is a section": ("defaults: [{a: 1}]\n", "run.yaml:1: defaults: must be a path"),
+    },
+)
+def test_broken_files_are_refused_with_their_line(text: str, message: str, tmp_path: Path) -> None:
+    assert message in error_of(tmp_path, text)
 
 
 # -- overrides in Hydra's grammar

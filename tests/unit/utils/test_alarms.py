@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.config import AlarmsConfig
 
@@ -31,21 +33,25 @@ def alarms_of(curves: dict[str, Callable[[int], float]], **cfg: float | None) ->
     return found
 
 
-def test_each_fault_is_said_once_when_it_shows() -> None:
-    for key, metric, curve, step in (
-        ("entropy_collapse", "train/approx_entropy", jump(0.5, 0.01), 22),
-        ("length_explosion", "train/mean_gen_tokens_per_sample", jump(200.0, 1000.0), 22),
-        ("length_collapse", "train/mean_gen_tokens_per_sample", jump(200.0, 10.0), 22),
-        ("mixed_groups", "train/baseline_reward/pct_mixed", jump(0.7, 0.0), 22),
-        ("kl_blowup", "train/kl_penalty", jump(0.01, 3.0), 22),
-        ("gradient_spike", "train/grad_norm", jump(1.0, 50.0, until=21), 20),
-        ("clip_fraction", "train/clip_fraction", jump(0.1, 0.7), 22),
-        ("truncation", "train/truncation_rate", jump(0.1, 0.9), 22),
-        ("repetition_loops", "train/repetition_loop_rate", jump(0.02, 0.3), 22),
-        ("reward_hacking", "validation/accuracy", jump(0.5, 0.3), 20),
-    ):
-        assert alarms_of({metric: curve}) == [f"{step} {key}"]
-        assert alarms_of({metric: curve}, **{key: None}) == [], "null switches it off"
+FAULTS = {
+    "entropy_collapse": ("train/approx_entropy", jump(0.5, 0.01), 22),
+    "length_explosion": ("train/mean_gen_tokens_per_sample", jump(200.0, 1000.0), 22),
+    "length_collapse": ("train/mean_gen_tokens_per_sample", jump(200.0, 10.0), 22),
+    "mixed_groups": ("train/baseline_reward/pct_mixed", jump(0.7, 0.0), 22),
+    "kl_blowup": ("train/kl_penalty", jump(0.01, 3.0), 22),
+    "gradient_spike": ("train/grad_norm", jump(1.0, 50.0, until=21), 20),
+    "clip_fraction": ("train/clip_fraction", jump(0.1, 0.7), 22),
+    "truncation": ("train/truncation_rate", jump(0.1, 0.9), 22),
+    "repetition_loops": ("train/repetition_loop_rate", jump(0.02, 0.3), 22),
+    "reward_hacking": ("validation/accuracy", jump(0.5, 0.3), 20),
+}
+
+
+@pytest.mark.parametrize("key", FAULTS)
+def test_each_fault_is_said_once_when_it_shows(key: str) -> None:
+    metric, curve, step = FAULTS[key]
+    assert alarms_of({metric: curve}) == [f"{step} {key}"]
+    assert alarms_of({metric: curve}, **{key: None}) == [], "null switches it off"
 
 
 def test_a_healthy_run_and_a_solved_task_without_entropy_and_mixed_groups_have_no_alarm() -> None:

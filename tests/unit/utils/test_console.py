@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl.utils.console import RunConsole, alarms, summary_line
 from tests.conversations import answered
+from tests.tables import named
 
 TRAIN = {"reward": 0.5, "loss": -0.0125, "grad_norm": 1.5, "token_mult_prob_error": 1.0000012}
 TIMES = {"total_step_time": 4.0, "refit": 0.25, "rollout": 3.0, "rollout/env": 1.0, "valid_tokens_per_sec_per_gpu": 9e4}
@@ -50,25 +51,37 @@ def test_the_seconds_of_a_step_are_those_of_its_phases():
 STALE = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
 
 
-def test_alarms():
+def test_samples_of_older_weights_raise_no_alarm():
     assert alarms(STALE, 1.05) == [], "samples of older weights disagree by design"
     assert alarms({"train/token_mult_prob_error": 1.06}, None) == [], "logger.alarms.disagreement is null"
     assert summary_line(STALE) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
-    for metrics, text in (
-        ({"train/token_mult_prob_error": 1.06}, "token_mult_prob_error is 1.0600, above 1.05"),
-        ({**STALE, "train/weight_version_lag/max": 0.0}, "token_mult_prob_error is 1.2000, above 1.05"),
-        ({**STALE, "train/token_mult_prob_error": float("inf")}, "token_mult_prob_error is inf"),
-        ({"train/token_mult_prob_error": float("nan")}, "token_mult_prob_error is nan"),
-        ({"train/loss": float("nan")}, "train/loss is nan"),
-        ({"train/baseline_reward/pct_mixed": 0.0}, "no gradient"),
-        ({"train/num_failed_samples": 2.0}, "2 episodes failed"),
-        ({"train/num_skipped_steps": 1}, "1 optimizer steps were skipped"),
-    ):
-        (alarm,) = alarms(metrics, 1.05)
-        assert text in alarm
-        file = io.StringIO()
-        RunConsole(num_steps=2, file=file).finish_step(1, metrics, 1.05)
-        assert file.getvalue().splitlines()[1] == f"WARNING {alarm}"
+
+
+@named(
+    "metrics, text",
+    {
+        "disagreement of this version": (
+            {"train/token_mult_prob_error": 1.06},
+            "token_mult_prob_error is 1.0600, above 1.05",
+        ),
+        "disagreement without lag": (
+            {**STALE, "train/weight_version_lag/max": 0.0},
+            "token_mult_prob_error is 1.2000, above 1.05",
+        ),
+        "disagreement is inf": ({**STALE, "train/token_mult_prob_error": float("inf")}, "token_mult_prob_error is inf"),
+        "disagreement is nan": ({"train/token_mult_prob_error": float("nan")}, "token_mult_prob_error is nan"),
+        "loss is nan": ({"train/loss": float("nan")}, "train/loss is nan"),
+        "no mixed group": ({"train/baseline_reward/pct_mixed": 0.0}, "no gradient"),
+        "failed episodes": ({"train/num_failed_samples": 2.0}, "2 episodes failed"),
+        "skipped steps": ({"train/num_skipped_steps": 1}, "1 optimizer steps were skipped"),
+    },
+)
+def test_an_alarm_is_a_line_of_the_console(metrics, text):
+    (alarm,) = alarms(metrics, 1.05)
+    assert text in alarm
+    file = io.StringIO()
+    RunConsole(num_steps=2, file=file).finish_step(1, metrics, 1.05)
+    assert file.getvalue().splitlines()[1] == f"WARNING {alarm}"
 
 
 def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():

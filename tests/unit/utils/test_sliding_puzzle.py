@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.utils.sliding_puzzle import Board, first_moves, is_solved, moves, parse_grid, play, shuffled
+from tests.tables import named
 
 
 def solution(board: Board) -> list[str]:
@@ -37,14 +38,20 @@ def test_the_solver_knows_every_board_and_no_way_is_longer_than_needed(rows, col
 BOARD, UP, RIGHT = ((1, 0), (3, 2)), ((1, 2), (3, 0)), ((0, 1), (3, 2))
 
 
-def test_an_action_is_what_stands_before_the_first_end():
-    for text, after in (
-        ("<action>up</action>", UP),
-        ("I think.\n<action>\n Slide   2 \n</action>", UP),
-        ("<action> I mean <action>right</action> or <action>up</action>", RIGHT),
-        ("</action><action>up</action>", UP),
-    ):
-        assert play(BOARD, text) == (after, None)
+@named(
+    "text, after",
+    {
+        "alone": ("<action>up</action>", UP),
+        "with spaces and thoughts": ("I think.\n<action>\n Slide   2 \n</action>", UP),
+        "a second action": ("<action> I mean <action>right</action> or <action>up</action>", RIGHT),
+        "an end before it": ("</action><action>up</action>", UP),
+    },
+)
+def test_an_action_is_what_stands_before_the_first_end(text, after):
+    assert play(BOARD, text) == (after, None)
+
+
+def test_no_action_is_said():
     for text, said in (("<action></action>", "Unknown action"), ("<action>up", "No action found")):
         board, problem = play(BOARD, text)
         assert board == BOARD and problem.startswith(said)

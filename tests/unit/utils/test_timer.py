@@ -1,6 +1,7 @@
 import pytest
 
 from nemo_rl.utils.timer import TimeoutChecker, Timer, parse_duration_s
+from tests.tables import named
 
 
 def test_measurements_add_up_by_label_and_misuse_is_an_error():
@@ -32,9 +33,20 @@ def test_durations():
     assert parse_duration_s("00:03:45:00") == 3 * 3600 + 45 * 60
     assert parse_duration_s("01:00:00:01") == parse_duration_s("1:0:0:1") == 86401
     assert parse_duration_s("00:36:00:90") == 36 * 3600 + 90
-    for text in ("3:45:00", "", "a:b:c:d", "0:0:0:-1"):
-        with pytest.raises(ValueError, match="DD:HH:MM:SS"):
-            parse_duration_s(text)
+
+
+@named(
+    "text",
+    {
+        "three parts": "3:45:00",
+        "nothing": "",
+        "no numbers": "a:b:c:d",
+        "negative": "0:0:0:-1",
+    },
+)
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ValueError, match="DD:HH:MM:SS"):
+        parse_duration_s(text)
 
 
 def test_timeout_tells_before_one_more_iteration_would_be_too_late():
