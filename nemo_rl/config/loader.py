@@ -116,10 +116,9 @@ def _built[M: BaseModel](
         if translator is not None:
             translator.old_forms()
         fill_defaults(model, tree.values)
-    keys = known_keys(model, tree.values)
     unresolved = SourcedTree(tree.values)
     tree.values = resolve(tree, problems)
-    lacking = translator.settle(set(keys)) if translator is not None else []
+    lacking = translator.settle(set(known_keys(model, unresolved.values))) if translator is not None else []
     problems += lacking
     try:
         config = model.model_validate(tree.values)
@@ -135,7 +134,7 @@ def _built[M: BaseModel](
                     logger.info("%s: %s", ", ".join(remarked), remark)
             return config
     except ValidationError as error:
-        reported = {problem.path for problem in problems}
+        reported, keys = {problem.path for problem in problems}, known_keys(model, unresolved.values)
         found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
         problems += [problem for problem in _alternatives_joined(found) if problem.path not in reported]
     if translator is not None:
@@ -465,27 +464,34 @@ def known_keys(model: type[BaseModel], values: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(_keys(Slot.of(model), values, ())))
 
 
-def _keys(slot: Slot, value: Any, path: tuple[str, ...]) -> Iterator[str]:
+def _keys(slot: Slot, value: Any, path: tuple[str, ...], wanted: tuple[str, ...] = ()) -> Iterator[str]:
+    """The keys at a place and below it. `wanted`: only those on the way to this key."""
     if path:
         yield ".".join(path)
+
+    def is_wanted(name: str) -> bool:
+        return not wanted or (len(path) < len(wanted) and wanted[len(path)] == name)
+
     item, mapped, model = slot.item(), slot.mapped(), slot.model(value)
     if item is not None and not slot.names_items(value):
         entry = value[0] if isinstance(value, list) and value else value
         if item.model(entry) is not None:
-            yield from _keys(item, entry, path)
+            yield from _keys(item, entry, path, wanted)
     elif model is not None:
         given = value if isinstance(value, dict) else {}
         for name, field in model.model_fields.items():
-            yield from _keys(Slot.of_field(field), given.get(name), (*path, name))
+            if is_wanted(name):
+                yield from _keys(Slot.of_field(field), given.get(name), (*path, name), wanted)
         if model.model_config.get("extra") == "allow":
-            for name in (name for name in given if name not in model.model_fields):
-                yield from _keys(Slot(Any), given[name], (*path, str(name)))
+            for name in (name for name in given if name not in model.model_fields and is_wanted(str(name))):
+                yield from _keys(Slot(Any), given[name], (*path, str(name)), wanted)
     elif isinstance(value, dict):
         for key, entry in value.items():
-            yield from _keys(mapped or Slot(Any), entry, (*path, str(key)))
+            if is_wanted(str(key)):
+                yield from _keys(mapped or Slot(Any), entry, (*path, str(key)), wanted)
 
 
 def is_known(model: type[BaseModel], values: dict[str, Any], path: KeyPath) -> bool:
     """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
-    key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
-    return key in known_keys(model, values)
+    names = tuple(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
+    return ".".join(names) in _keys(Slot.of(model), values, (), names)
