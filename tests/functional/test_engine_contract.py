@@ -21,14 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.hf import HfGeneration
-from nemo_rl.models.generation.sglang.generation import SglangGeneration
-from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.generation.replicas import engines_of
 from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, SelfGeneratingPolicy
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 from tests.functional.faulty import processes_below
-from tests.functional.third_engine import ThirdGeneration
 from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
 from tests.unit.generation.test_refit_vllm import AdapterPolicy, OneRankPolicy, change, logprob_errors
@@ -38,7 +36,7 @@ from tests.unit.rollouts.engines import request_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MAX_MODEL_LEN = 128
-ENGINES = {"vllm": VllmGeneration, "sglang": SglangGeneration, "third": ThirdGeneration}
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "third": "tests.functional.third_engine:ThirdGeneration"}
 POLICIES = {"hf": policy_config, "megatron": megatron_policy}
 PROMPTS = [[10, 20, 30], list(range(40, 90)), [7], [250, 11, 12, 13]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0}
@@ -96,10 +94,8 @@ def backend(request: pytest.FixtureRequest, ray_local: None, model_dir: str) -> 
     name, accelerator = request.param, Accelerator(exclusive=False)
     policy = OneRankPolicy(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32))
     if name in ENGINES:
-        config = generation_config(MAX_MODEL_LEN)
-        if name == "sglang":
-            config = config.model_copy(update={"backend": name})
-        how: dict[str, Any] = {"replicas": 2, "can_share_prompts": True, "kind": ENGINES[name]}
+        config = generation_config(MAX_MODEL_LEN).model_copy(update={"backend": ENGINES[name]})
+        how: dict[str, Any] = {"replicas": 2, "can_share_prompts": True, "kind": engines_of(ENGINES[name])}
         accelerator.register(REFIT, lambda: None, lambda: None)
         with engines(model_dir, config, accelerator=accelerator, **how) as generation:
             sends: dict[str, Any] = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 1 << 20}

@@ -50,6 +50,8 @@ class DecoderShape(Protocol):
     @property
     def layer_parameters(self) -> float: ...  # of one block, without experts
     @property
+    def expert_parameters(self) -> float: ...  # of one block
+    @property
     def vocab_size(self) -> int: ...
     @property
     def hidden(self) -> int: ...

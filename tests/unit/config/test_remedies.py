@@ -73,10 +73,7 @@ grpo @ -> HF & policy.generation.bad_words=[no]
 grpo @ -> HF & policy.generation.colocated.enabled=false
 grpo @ -> policy.generation.backend=sglang & policy.precision=float32
 grpo @ -> SGLANG & policy.generation.bad_words=[no]
-grpo @ -> SGLANG & policy.generation.top_p=0.9
-grpo @ -> SGLANG & policy.generation.top_k=3
 grpo @ -> MEGATRON & SGLANG & policy.router_replay.enabled=true
-grpo @ -> SGLANG & policy.dtensor_cfg.lora_cfg.enabled=true & policy.dtensor_cfg.lora_cfg.refit=adapter
 grpo @ -> SGLANG & policy.generation.sglang_cfg.dtype=bfloat16
 grpo @ -> SGLANG & policy.generation.sglang_cfg.context_length=64 & data.max_input_seq_length=100
 grpo @ -> CPUS & policy.generation.vllm_cfg.precision=fp8

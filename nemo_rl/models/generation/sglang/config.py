@@ -1,7 +1,7 @@
 """The section of the SGLang engine, and the arguments that it takes."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from nemo_rl.config.errors import nearest_key
 from nemo_rl.config.rules import Derived
-from nemo_rl.models.generation.engine_config import DType, EngineConfig
+from nemo_rl.models.generation.engine_config import DecoderShape, DType, EngineConfig
 from nemo_rl.utils.venvs import package_folder
 
 _UNSUPPORTED = {
@@ -19,13 +19,7 @@ _UNSUPPORTED = {
     "@.sglang_cfg.dtype != float32": ("another data type than float32", "@.sglang_cfg.dtype=float32"),
 }
 _UNSUPPORTED_IN_TRAINING = {
-    "@.top_p < 1": ("logprobs after top_p, with which training computes", "@.top_p=1"),
-    "@.top_k": ("logprobs after top_k, with which training computes", "@.top_k=null"),
     "policy.router_replay.enabled": ("the experts of tokens", "policy.router_replay.enabled=false"),
-    "policy.dtensor_cfg.lora_cfg.refit=adapter": (
-        "adapters apart from their weights",
-        "policy.dtensor_cfg.lora_cfg.refit=merged",
-    ),
 }
 """What engines of SGLang cannot do -> (its name, what switches it off if anything does)."""
 
@@ -68,6 +62,18 @@ def source_folder() -> Path | None:
     if spec is not None and spec.submodule_search_locations:
         return Path(spec.submodule_search_locations[0])
     return package_folder("sglang", "sglang")
+
+
+def files_of_models() -> list[Path]:
+    """SGLang's modules of models. Empty before its environment is made."""
+    source = source_folder()
+    return [] if source is None else list(source.glob("srt/models/*.py"))
+
+
+def models_of(architectures: Sequence[str], files: Sequence[Path]) -> list[Path]:
+    """The files that define a model that config.json names."""
+    classes = [f"class {name}(" for name in architectures]
+    return [path for path in files if any(text in path.read_text() for text in classes)]
 
 
 def engine_arguments() -> set[str]:
@@ -116,6 +122,15 @@ class SglangConfig(EngineConfig):
     @property
     def memory_share(self) -> float:
         return 0.0  # on a CPU
+
+    @property
+    def shares_prompts(self) -> bool:
+        return True
+
+    def copies_on_cpu(self, model: DecoderShape) -> Iterator[tuple[str, float, str]]:
+        """Linear layers, experts and head have their weights once as loaded and once packed for MKL."""
+        layers = model.num_layers * (model.layer_parameters + model.expert_parameters)
+        yield "packed weights", 4 * (layers + model.vocab_size * model.hidden), "nothing lowers it"
 
     def argument_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         known = engine_arguments() if arguments else set[str]()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nemo_rl.config.rules import remedy
 from nemo_rl.models.generation.config import DEFAULT_ENGINE, GenerationConfig
 from nemo_rl.models.generation.replicas import EngineGeneration, EngineKind
-from nemo_rl.models.generation.sglang.config import source_folder
+from nemo_rl.models.generation.sglang.config import files_of_models, models_of
 from nemo_rl.utils.venvs import what_is_missing
 
 if TYPE_CHECKING:
@@ -27,12 +27,10 @@ class SglangGeneration(EngineGeneration):
         key = generation.key("backend")
         if (missing := what_is_missing(EXTRA)) is not None:
             raise ValueError(f"{key}={generation.backend}: {missing}")
-        source = source_folder()
-        names = list(model.architectures or ())
-        if source is None or not names:  # the engine says it when it starts
+        files, names = files_of_models(), list(model.architectures or ())
+        if not files or not names:  # the engine says it when it starts
             return
-        texts = (path.read_text() for path in source.glob("srt/models/*.py"))
-        if not any(f"class {name}(" in text for text in texts for name in names):
+        if not models_of(names, files):
             raise ValueError(
                 f"{key}={generation.backend}: SGLang has no model {' or '.join(names)}, which config.json names; "
                 + remedy(f"{key}={DEFAULT_ENGINE}")

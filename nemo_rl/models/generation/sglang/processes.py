@@ -11,11 +11,13 @@ import importlib.machinery
 import os
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nemo_rl.models.generation.sglang import hooks
+from nemo_rl.models.generation.sglang.config import files_of_models, models_of
 
 
 class KernelsOfCpu(types.ModuleType):
@@ -37,6 +39,16 @@ def prepare_import() -> None:
     kernels = KernelsOfCpu("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     sys.modules["sgl_kernel"] = kernels
+
+
+def leave_out_models(architectures: Sequence[str]) -> None:
+    """Let the processes that this one starts from now on import only the models named in config.json.
+
+    SGLang otherwise imports all of its 250 modules of models, which takes most of the start's CPU time.
+    """
+    files = files_of_models()
+    if named := models_of(architectures, files):
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(path.stem for path in files if path not in named)
 
 
 def run_scheduler(*args: Any) -> None:

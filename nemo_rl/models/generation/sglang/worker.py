@@ -26,6 +26,7 @@ from nemo_rl.utils.guards import scratch_folder
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from transformers import PretrainedConfig
 
 _GIB = 1024**3
 _SEED_BITS = 63
@@ -65,7 +66,7 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
         "disable_cuda_graph": True,
         # A prompt is computed whole, unless it is cached whole (`EngineWorker._salt`), and no request is preempted:
         # other parts may give other bits.
-        "disable_radix_cache": not settings.can_share_prompts,
+        "disable_radix_cache": not (settings.cfg.shares_prompts_on_cpu and settings.can_share_prompts),
         "chunked_prefill_size": -1,
         "mem_fraction_static": 0.9,  # of the machine's free memory, checked only: the next line decides
         "max_total_tokens": num_tokens,
@@ -74,11 +75,9 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
     }
 
 
-def cache_bytes(model: str, itemsize: int, overrides: dict[str, Any]) -> int:
+def cache_bytes(model: PretrainedConfig, itemsize: int) -> int:
     """Bytes of the keys and values of one token."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, **overrides).get_text_config()
+    config = model.get_text_config()
     head = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head * itemsize
 
@@ -102,6 +101,8 @@ class SglangWorker(EngineWorker):
     engine_name = "SGLang"
 
     def __init__(self, settings: EngineSettings) -> None:
+        from transformers import AutoConfig
+
         super().__init__(settings)
         cfg = settings.cfg.sglang_cfg
         self._transport = settings.weight_transfer
@@ -112,8 +113,9 @@ class SglangWorker(EngineWorker):
         os.environ["TMPDIR"] = tempfile.tempdir = scratch_folder()
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by these positions
-        itemsize = 4 if cfg.dtype == "float32" else 2
-        of_token = cache_bytes(settings.model, itemsize, dict(settings.hf_overrides))
+        model = AutoConfig.from_pretrained(settings.model, **settings.hf_overrides)
+        processes.leave_out_models(model.architectures or ())
+        of_token = cache_bytes(model, 4 if cfg.dtype == "float32" else 2)
         self._engine = start_engine(engine_arguments(settings, of_token))
         self._manager = self._engine.tokenizer_manager
 
