@@ -14,6 +14,8 @@ from nemo_rl.distributed.limits import process_limits
 from nemo_rl.distributed.processor import lacks_bfloat16, processor_flags
 from nemo_rl.distributed.ray_places import find_cluster
 from nemo_rl.environments.section_parts import DeviceConfig
+from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.models.generation.engine_config import EngineConfig
 from nemo_rl.utils.config import ClusterConfig
 
 _RAY_PROCESSES = 200  # processes and threads of Ray, the driver and single actors, on a machine of two cores
@@ -97,7 +99,13 @@ def _bfloat16_keys(section: Any) -> Iterator[str]:
             yield from _bfloat16_keys(entry)
     if not isinstance(section, StrictModel):
         return
+    if isinstance(section, EngineConfig):
+        if section.written_dtype == "bfloat16":
+            yield section.key(section.dtype_key)
+        return
     values = dict(section)
+    if isinstance(section, GenerationConfig):  # of the engines, one counts
+        values = {section.engine_key: section.engine}
     has_model = values.get("model_name", "") is not None
     is_on_gpu = isinstance(where := values.get("resources"), DeviceConfig) and where.gpus_per_node > 0
     if values.get("precision") == "bfloat16" and has_model and not is_on_gpu:

@@ -211,7 +211,7 @@ SGLANG {max_prefill_tokens: 64, schedule_policy: fcfs, tp_size: 1}}} & ON_CPUS
     -> {policy.generation.sglang_kwargs: {max_prefill_tokens: 64, schedule_policy: fcfs}}
 SGLANG {sglang_server_config: {pause_generation_mode: in_place}}}} & ON_CPUS
     -> {ASYNC.recompute_kv_cache_after_weight_updates: false}
-SGLANG {sglang_server_config: {pause_generation_mode: retract}}}} & ON_CPUS
+SGLANG {sglang_server_config: {pause_generation_mode: retract}}}} & ON_CPUS & IN_FLIGHT
     -> {ASYNC.recompute_kv_cache_after_weight_updates: true}
 policy: {generation: {sglang_cfg: {max_prefill_tokens: 64}}} -> {policy.generation.sglang_kwargs: {}}
 """
@@ -224,6 +224,9 @@ SHORT = {
     "STOP": "grpo.early_stopping",
     "SGLANG": "policy: {generation: {backend: sglang, sglang_cfg:",
     "SG": "policy.generation.sglang_cfg",
+    "IN_FLIGHT": "grpo: {async_grpo: {enabled: true, in_flight_weight_updates: true}} & "
+    "loss_fn: {use_importance_sampling_correction: true} & cluster: {cpu_workers_per_node: 2} & "
+    "policy: {generation: {colocated: {enabled: false, resources: {cpu_workers_per_node: 1}}}}",
     "ON_CPUS": "policy: {precision: float32} & cluster: {gpus_per_node: 0, cpu_workers_per_node: 1}",
     "ASYNC": "grpo.async_grpo",
     "GUESSES": "speculative_config: {method: eagle3, model: a, num_speculative_tokens: 3}",
