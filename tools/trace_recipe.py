@@ -75,7 +75,7 @@ class Recipe:
     @classmethod
     def prepare(cls, path: Path, overrides: Sequence[str]) -> Recipe:
         """Raises ValueError: it is no training run, or the shape of a model is not known."""
-        from tools.standin.shapes import MODELS, published
+        from tools.standin.shapes import published, shape
         from tools.standin.trace.folder import disk_bytes, sparse_folder
         from tools.standin.trace.samples import batch_overrides
 
@@ -93,7 +93,7 @@ class Recipe:
             return cls.prepare(path, [*overrides, *given])
         for key, policy in models.items():
             name = published(policy.model_name)
-            folder = sparse_folder(MODELS[name], cache_root() / "standin" / "models" / name.replace("/", "_"))
+            folder = sparse_folder(shape(name), cache_root() / "standin" / "models" / name.replace("/", "_"))
             folders.add(folder)
             replaced += [f"{key}.model_name={folder}", f"++{key}.tokenizer.name={folder}"]
         compiles = any(policy.dtensor_cfg.enabled and policy.dtensor_cfg.torch_compile for policy in models.values())
@@ -117,55 +117,59 @@ class Recipe:
 
     def trace(self, rank: int, gpu: str) -> dict[str, Any]:
         """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own."""
-        with tempfile.TemporaryDirectory() as folder:
-            return next(self._reports([self._task(rank, folder)], gpu, folder))
+        return next(reports([self.task(rank)], gpu, self.variables))
 
     def trace_all(self, gpu: str) -> Iterator[dict[str, Any]]:
         """What each rank did. First all of them start, and each leaves what the others need to know of it."""
         with tempfile.TemporaryDirectory() as folder:
-            passes = [
-                self._task(rank, folder, objects=folder, only_starts=only_starts)
+            tasks = [
+                self.task(rank, objects=folder, only_starts=only_starts)
                 for only_starts in (True, False)
                 for rank in range(self.num_ranks)
             ]
-            yield from islice(self._reports(passes, gpu, folder), self.num_ranks, None)
+            yield from islice(reports(tasks, gpu, self.variables), self.num_ranks, None)
 
-    def _task(self, rank: int, folder: str, *, objects: str | None = None, only_starts: bool = False) -> dict[str, Any]:
+    def task(self, rank: int, *, objects: str | None = None, only_starts: bool = False) -> dict[str, Any]:
         """`objects`: see `neighbours.join`. `only_starts`: the rank takes no training step."""
+        from tools.standin.trace.index_values import WRITES
+
+        # What a copy writes takes memory of this machine: Megatron's indices are smaller than the weights of an expert.
+        writes = WRITES if self.section == "distillation" else WRITES >> 3 if self.has_indices else 0
         return {
             "config": str(self.path.absolute()),
             "section": self.section,
             "overrides": self.overrides,
             "rank": rank,
-            "out": f"{folder}/report{rank}{only_starts:d}.json",
             "observed_from": 3 if self.compiles else 0,
             "has_indices": self.has_indices,
             "objects": objects,
             "only_starts": only_starts,
+            "writes": writes,
         }
 
-    def _reports(self, tasks: Sequence[Mapping[str, Any]], gpu: str, folder: str) -> Iterator[dict[str, Any]]:
-        """The reports of the tasks as they end, one after the other. ValueError where one ends without."""
-        from tools.standin.trace.index_values import WRITES
 
-        standin = build(site_packages_of_torch(), cache_root() / "standin")
-        # What a copy writes takes memory of this machine: Megatron's indices are smaller than the weights of an expert.
-        writes = WRITES if self.section == "distillation" else WRITES >> 3 if self.has_indices else 0
-        variables = environment(standin, gpu=gpu, writes=writes) | self.variables
-        paths = [Path(folder, f"task{number}.json") for number, _ in enumerate(tasks)]
+def reports(tasks: Sequence[Mapping[str, Any]], gpu: str, variables: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """What the ranks of `tasks` did, as they end, one after the other. ValueError where one ends without a report.
+
+    `variables`: those that the configuration sets for its workers.
+    """
+    standin = build(site_packages_of_torch(), cache_root() / "standin")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{number}.json") for number, _ in enumerate(tasks)]
         for path, task in zip(paths, tasks, strict=True):
             path.write_text(json.dumps(task), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", "-m", "tools.standin.trace.rank", *map(str, paths)]
-        with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        given = environment(standin, gpu=gpu) | dict(variables)
+        with subprocess.Popen(command, cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for task in tasks:
+            for path, task in zip(paths, tasks, strict=True):
                 for line in process.stdout:
-                    if line == f"{task['out']}\n":
+                    if line == f"{path}\n":
                         break
                     sys.stdout.write(line)
                 else:
                     raise ValueError(f"the process of rank {task['rank']} ended with status {process.wait()}")
-                yield json.loads(Path(task["out"]).read_text(encoding="utf-8"))
+                yield json.loads(path.read_text(encoding="utf-8"))
 
 
 def gb(num_bytes: float) -> str:

@@ -22,6 +22,7 @@ from nemo_rl.refit.fingerprint import same_bytes
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
 MAX_BUCKET_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # a GPU copies fast, so its calls need larger buckets
+MIN_BUCKETS = 16  # so that the first one, for which nothing else waits, is a small part of a sync
 _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
 DRAFT_PREFIX = "draft."
@@ -209,7 +210,7 @@ def choose_bucket_bytes(metas: Sequence[TensorMeta], limit: int | None = None, d
     """A bucket small enough that filling the first one hides behind the rest, and large enough to amortise a call; at
     most `limit`. `device` is the type of the policy's device."""
     total = sum(_align(meta.nbytes) for meta in metas)
-    chosen = max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES[device], total // 16))
+    chosen = max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES[device], total // MIN_BUCKETS))
     return chosen if limit is None else min(chosen, limit)
 
 

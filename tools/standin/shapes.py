@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from nemo_rl.config.sources import load_tree
+from nemo_rl.models.policy.vision.families import sees_images
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs" / "recipes"
 
@@ -127,12 +128,28 @@ MODELS |= {
 def published(name: str) -> str:
     """The name in `MODELS` of a model: of the run that a recipe continues, the model that this run began with.
 
+    With `@4` after it, the model has only four layers.
+
     Raises:
         ValueError: the shape is not known.
     """
-    if name in MODELS:
+    if name.partition("@")[0] in MODELS:
         return name
     if found := re.match(r"results/([^/]+)/", name):
         for path in RECIPES.rglob(f"{found[1]}.yaml"):
             return published(load_tree(path).get(("policy", "model_name")))
     raise ValueError(f"{name}: its shape is not known here; add its config.json to MODELS in tools/standin/shapes.py")
+
+
+def shape(name: str) -> PretrainedConfig:
+    """The shape of a model by the name that `published` knows.
+
+    Raises:
+        ValueError: the shape is not known.
+    """
+    name, _, layers = published(name).partition("@")
+    if not layers:
+        return MODELS[name]
+    config = MODELS[name]
+    assert not sees_images(config), "a vision-language model has its layers one section deeper"
+    return type(config)(**config.to_dict() | {"num_hidden_layers": int(layers), "layer_types": None})

@@ -449,8 +449,8 @@ def memory_of_cpu_run(cfg: TrainingConfig | EvalMasterConfig) -> float | None:
     return cfg.cluster.num_workers * sum(part.num_bytes for part in engine) + OTHERS_BYTES
 
 
-def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[Phase]:
-    """The phases of a run with this configuration."""
+def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine, rank: int | None = None) -> list[Phase]:
+    """The phases of a run with this configuration. `rank`: see `predict_training`."""
     policy = cfg.policy
     if isinstance(cfg, SupervisedMasterConfig):
         return predict_training(
@@ -460,6 +460,7 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             num_ranks=cfg.cluster.num_workers,
             sequences=cfg.sequences_per_row,
             uses_reference=isinstance(cfg, DPOMasterConfig) and not cfg.dpo.precompute_reference_logprobs,
+            rank=rank,
         )
     taking_turns = [further for further in cfg.further_models if not further.is_apart]
     phases = predict_memory(
@@ -469,6 +470,7 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
         num_ranks=cfg.training_cluster.num_workers,
         uses_reference=cfg.rollout.uses_reference,
         num_colocated=len(taking_turns),
+        rank=rank,
     )
     # While one is awake, the policy and the others sleep, and the engine if it is on the same device.
     generation = cfg.policy.generation
@@ -485,6 +487,7 @@ def phases_of(cfg: TrainingConfig, model: ModelShape, machine: Machine) -> list[
             is_trained=further.is_trained,
             beside=asleep(machine, num_asleep),
             device=phases[0].device if machine.is_gpu else further.key,
+            rank=rank,
         )
         phases += [replace(phase, name=f"{further.key} {phase.name}") for phase in beside] if machine.is_gpu else beside
     return phases

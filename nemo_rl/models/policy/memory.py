@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import GenerationConfig, PolicyConfig, RolloutPolicyConfig, token_budgets
 from nemo_rl.models.policy.head.logit_tiles import FREE_SHARE, GPU_TILE_BYTES, MAX_ROWS, TILE_BYTES
-from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
+from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, Share, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.models.policy.vision.families import FAMILIES, language_modules, sees_images
-from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
+from nemo_rl.refit.layout import MAX_BUCKET_BYTES, MIN_BUCKETS, NUM_HALVES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
@@ -49,11 +50,14 @@ class ModelShape:
     root_parameters: int  # embeddings, head and last norm
     tower_parameters: int  # of a vision tower and its projector, whole on every tensor rank
     largest_parameter: int
+    adapter_width: int  # inputs and outputs of all linear layers of one layer
     hidden: int
     intermediate: int  # of the MLP, or of the experts of a token together
     routed: int  # experts of a token; 0: a dense model
     key_values: int  # keys and values of a token in a layer
     queries: int
+    normed: int  # numbers of a token that pass norms of a layer's whole states
+    head_normed: int  # that pass norms of queries and keys
     vocab_size: int
 
     @staticmethod
@@ -77,8 +81,14 @@ class ModelShape:
         language = {parameter for module in of_language for parameter in module.parameters(recurse=False)}
         language_parameters = sum(parameter.numel() for parameter in language)
         experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)
+        linear = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
+        vectors = [parameter.numel() for parameter in layers[0].parameters() if parameter.ndim == 1]
         heads, hidden = text.num_attention_heads, text.hidden_size
-        width = settings.get("head_dim") or hidden // heads
+        width = settings.get("qk_head_dim") or settings.get("head_dim") or hidden // heads
+        queries = heads * width
+        key_values = 2 * (settings.get("num_key_value_heads") or heads) * width
+        if settings.get("kv_lora_rank"):  # latent attention: its values are as wide as queries in attention
+            key_values = 2 * queries
         routed = settings.get("num_experts_per_tok") or 0
         narrow = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
         return cls(
@@ -88,11 +98,14 @@ class ModelShape:
             root_parameters=language_parameters - sum(p.numel() for p in inside),
             tower_parameters=sum(p.numel() for p in model.parameters()) - language_parameters,
             largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+            adapter_width=sum(m.in_features + m.out_features for m in linear) // len(layers),
             hidden=hidden,
             intermediate=narrow * routed if experts else settings.get("intermediate_size") or 4 * hidden,
             routed=routed if experts else 0,
-            key_values=2 * (settings.get("num_key_value_heads") or heads) * width,
-            queries=heads * width,
+            key_values=key_values,
+            queries=queries,
+            normed=hidden * vectors.count(hidden),
+            head_normed=queries + key_values // 2 if vectors.count(width) else 0,
             vocab_size=text.vocab_size,
         )
 
@@ -161,35 +174,50 @@ def training_phases(
     num_ranks: int,
     sequences: int = 1,
     is_trained: bool = True,
+    stage_rank: int = 0,
 ) -> dict[str, list[Part]]:
-    """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). Arguments as in `predict_training`."""
+    """Parts of a rank by phase: `logprobs`, `train`, and `update` (its step). Arguments as in `predict_training`.
+
+    `stage_rank`: its place in the pipeline.
+    """
     sizes, backend, master = training_sizes(policy, num_ranks), policy.backend_cfg, _master_bytes(policy)
     budgets = token_budgets(policy, sequences)
     is_megatron = isinstance(sizes, MegatronSizes)
-    layers = -(-model.num_layers // sizes.pipeline_parallel)
+    samples = max(1, budgets[0] // policy.max_total_sequence_length)
+    per_rank = policy.train_global_batch_size * sequences // sizes.data_parallel
+    micro_batches = max(1, per_rank // samples)
+    stage = Stage.of(policy, sizes, model.num_layers, micro_batches, stage_rank)
+    layers = stage.layers
+    ends = model.root_parameters
+    if sizes.pipeline_parallel > 1:
+        ends = model.vocab_size * model.hidden * (stage.is_first + stage.is_last)
     share = sizes.share(
-        layers * model.layer_parameters + model.root_parameters,
-        layers * model.expert_parameters,
-        model.tower_parameters,
+        layers * model.layer_parameters + ends, layers * model.expert_parameters, model.tower_parameters
     )
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
-    whole, own = share.whole, share.own
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
-    of_weights = 0.0 if not is_trained else 0.01 if policy.adapters.enabled else 1.0  # numbers that are trained
-    trained = own * of_weights
+    of_weights = 0.0 if not is_trained else 1.0  # numbers that are trained
+    if is_trained and policy.adapters.enabled:
+        of_weights = layers * model.adapter_width * policy.adapters.dim / share.whole
+    own, trained = share.own, share.own * of_weights
     if is_megatron:
-        state = share.optimized * of_weights * 3 * MAIN_BYTES  # a main copy and two moments
+        # A main copy and two moments.
+        optimizer = policy.megatron_cfg.optimizer
+        on_host = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+        state = share.optimized * of_weights * 3 * MAIN_BYTES * (1 - on_host)
     else:
         name = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
         state = share.optimized * of_weights * OPTIMIZER_MOMENTS.get(name, 0) * master
-    resident = [Part("parameters", own * master, cut), Part(OPTIMIZER_STATE, state, cut)]
+    on_device = 0.0 if machine.is_gpu and not is_megatron and policy.dtensor_cfg.cpu_offload else 1.0
+    resident = [Part("parameters", own * master * on_device, cut), Part(OPTIMIZER_STATE, state * on_device, cut)]
 
-    reduced = trained * (MAIN_BYTES if is_megatron or machine.is_gpu else master)
-    whole_gradient = trained * shards * MAIN_BYTES
-    is_small = machine.memory is not None and whole_gradient <= WHOLE_GRADIENT_SHARE * machine.memory
-    samples = max(1, budgets[0] // policy.max_total_sequence_length)
-    per_rank = policy.train_global_batch_size * sequences // sizes.data_parallel
-    deferred = is_small and per_rank // samples > 1 and not is_megatron
+    reduced = trained * (MAIN_BYTES if is_megatron or machine.is_gpu else master) * on_device
+    whole_gradient = share.whole * of_weights * MAIN_BYTES
+    is_small = trained * shards * MAIN_BYTES <= WHOLE_GRADIENT_SHARE * (machine.memory or 0.0)
+    keeps_whole = not is_megatron and (is_small or (machine.is_gpu and sizes.pipeline_parallel > 1))
+    if machine.is_gpu and not is_megatron and policy.dtensor_cfg.defer_fsdp_grad_sync is not None:
+        keeps_whole = policy.dtensor_cfg.defer_fsdp_grad_sync
+    deferred = keeps_whole and micro_batches > 1
     held = whole_gradient if deferred else reduced
     if shards > 1 and not machine.is_gpu and not deferred:
         held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
@@ -198,12 +226,21 @@ def training_phases(
     update = [
         *resident,
         Part("gradients", at_update, cut),
-        Part("optimizer's temporaries", scratch, f"set {policy.key('optimizer.kwargs.fused')}"),
+        Part("optimizer's temporaries", scratch * on_device, f"set {policy.key('optimizer.kwargs.fused')}"),
     ]
     train_tokens, scored_tokens = (tokens / sizes.context_parallel for tokens in budgets)
     if machine.is_gpu:
         free = (machine.memory or 80e9) - sum(part.num_bytes for part in resident) - held
-        rank = _GpuRank(policy, model, sizes, trained > 0, free)
+        rank = _GpuRank(
+            policy=policy,
+            model=model,
+            sizes=sizes,
+            stage=stage,
+            share=share,
+            trains_weights=is_trained and not policy.adapters.enabled,
+            keeps_whole=keeps_whole,
+            free=free,
+        )
         gradients = Part("gradients", held, cut)
         in_buffers = [gradients] if is_megatron and is_trained else []  # they are never freed
         return {
@@ -213,7 +250,7 @@ def training_phases(
         }
 
     def used(*, grad: bool) -> list[Part]:
-        gathered = 0.0 if is_megatron else _gathered(model, sizes, whole, grad=grad) * BYTES[policy.precision]
+        gathered = 0.0 if is_megatron else _gathered(model, sizes, share.whole, grad=grad) * BYTES[policy.precision]
         return [*resident, Part("gathered weights", gathered, f"raise {backend.key('tensor_parallel_size')}")]
 
     train = _pass(policy, model, sizes, train_tokens, grad=True)
@@ -232,7 +269,29 @@ def training_phases(
 RESERVE = "allocator's reserve"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a pipeline stage holds of the model, and the micro-batches that it keeps for their backward pass."""
+
+    layers: int
+    is_first: bool
+    is_last: bool
+    in_flight: float
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, sizes: ParallelSizes, num_layers: int, micro_batches: int, rank: int) -> Stage:
+        """The stage of pipeline rank `rank`, with `micro_batches` of an optimizer step."""
+        size, pipeline = sizes.pipeline_parallel, policy.dtensor_cfg.pipeline
+        per_rank = sizes.stages_per_rank if isinstance(sizes, MegatronSizes) else pipeline.stages_per_rank
+        in_flight: float = min(size - rank, micro_batches)
+        if size > 1 and not policy.megatron_cfg.enabled and pipeline.schedule == "gpipe":
+            in_flight = micro_batches
+        elif per_rank > 1:  # of each of its pieces, those of the warm-up
+            in_flight = min(((per_rank - 1) * size + 2 * (size - rank) - 1) / per_rank, micro_batches)
+        return cls(layers=-(-num_layers // size), is_first=rank == 0, is_last=rank == size - 1, in_flight=in_flight)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _GpuRank:
     """What a rank on a GPU has beside weights, optimizer state and gradients at the moments when it has most.
 
@@ -244,7 +303,10 @@ class _GpuRank:
     policy: PolicyConfig
     model: ModelShape
     sizes: ParallelSizes
-    is_trained: bool
+    stage: Stage
+    share: Share
+    trains_weights: bool
+    keeps_whole: bool  # weights stay gathered, and gradients whole, until the last micro-batch
     free: float  # bytes of the device that nothing lasting takes
 
     @property
@@ -252,24 +314,23 @@ class _GpuRank:
         return BYTES[self.policy.precision]
 
     @property
-    def layers(self) -> int:
-        return -(-self.model.num_layers // self.sizes.pipeline_parallel)
+    def is_megatron(self) -> bool:
+        return isinstance(self.sizes, MegatronSizes)
 
     @property
     def layer(self) -> float:
         """Numbers of a whole layer, as a pass needs it."""
-        experts = self.model.expert_parameters / self.sizes.expert_parallel
-        return self.model.layer_parameters / self.sizes.tensor_parallel + experts
+        return self.sizes.share(self.model.layer_parameters, self.model.expert_parameters).whole
 
     @property
     def root(self) -> float:
         """Numbers of embedding, head and last norm, and of a vision tower."""
-        return self.model.root_parameters / self.sizes.tensor_parallel + self.model.tower_parameters
+        return self.share.whole - self.layer * self.stage.layers
 
     @property
     def head(self) -> float:
         """Numbers of the head."""
-        if self.policy.reward_model_cfg.enabled:
+        if self.policy.reward_model_cfg.enabled or not self.stage.is_last:
             return 0.0
         return self.model.vocab_size * self.model.hidden / self.sizes.tensor_parallel
 
@@ -280,25 +341,69 @@ class _GpuRank:
         return self.sizes.tensor_parallel if is_split else 1
 
     @property
-    def tile(self) -> float:
+    def cut_experts(self) -> int:
+        """Ranks that share the rows of experts: with PyTorch every tensor-parallel rank has them all."""
+        return self.sizes.tensor_parallel if self.is_megatron or not self.model.routed else 1
+
+    def tile(self, tokens: float) -> float:
+        if not self.head:
+            return 0.0
         least, most = GPU_TILE_BYTES
-        return min(max(least, self.free * FREE_SHARE), most)
+        whole = self.rows(tokens) * self.model.vocab_size / self.sizes.tensor_parallel * MAIN_BYTES
+        return min(max(least, self.free * FREE_SHARE), most, whole)
+
+    def rows(self, tokens: float) -> float:
+        """Tokens of a tile of logits."""
+        return min(tokens, self.policy.logprob_chunk_size or MAX_ROWS)
 
     def products(self) -> float:
         """Numbers of a token that a layer's forward pass has at once: three halves of the MLP, and hidden states."""
-        hidden = self.model.hidden * (4 * self.model.routed + 6)
-        return 3 * self.model.intermediate / self.sizes.tensor_parallel + hidden / self.split
+        hidden = self.model.hidden * (4 * self.model.routed / self.cut_experts + 6 / self.split)
+        return 3 * self.model.intermediate / self.cut_experts + hidden
 
     def kept(self) -> float:
-        """Bytes of a token that one layer keeps for its backward pass."""
-        saved = self.model.saved_numbers(self.compute, self.sizes.tensor_parallel, self.split)
-        return saved + 3 * self.model.routed * self.model.hidden * self.compute
+        """Bytes of a token that one layer keeps for its backward pass, nothing recomputed.
+
+        Each norm keeps its float32 input, the scaled values and, for the gradient of its weight, the normalised
+        ones. Attention keeps queries, keys and values of all context ranks, and its output. A gated MLP keeps gate, its
+        activation, the other half and their product. Experts keep their rows three times more.
+        """
+        model, compute, tensor = self.model, self.compute, self.sizes.tensor_parallel
+        of_experts = 3 * model.routed * model.hidden * compute / self.cut_experts
+        gathered = model.key_values * self.sizes.context_parallel
+        if self.policy.dtensor_cfg.torch_compile and not self.is_megatron:
+            # Compiled code keeps matrix products and what they read, and computes norms and activations again.
+            attention = (2 * model.queries + gathered + model.head_normed) / tensor
+            return (4 * model.hidden / self.split + attention + 3 * model.intermediate / self.cut_experts) * compute + (
+                of_experts
+            )
+        norms = (model.normed / self.split + model.head_normed / tensor) * (
+            4 + (2 if self.trains_weights else 1) * compute
+        )
+        attention = (3 * model.queries + gathered) * compute / tensor
+        mlp = 4 * model.intermediate * compute / self.cut_experts
+        return norms + attention + mlp + of_experts
+
+    def kept_products(self) -> float:
+        """Bytes of a token that one layer keeps if all but its matrix products and attention are recomputed."""
+        model = self.model
+        attention = 2 * model.queries + model.key_values
+        mlp = 2 * model.intermediate + (1 + model.routed) * model.hidden
+        numbers = attention / self.sizes.tensor_parallel + mlp / self.cut_experts + model.hidden
+        return numbers * self.compute + self.states
+
+    @property
+    def states(self) -> float:
+        """Bytes of a token between two layers."""
+        return self.model.hidden * self.compute / self.split
 
     def gathered(self, layers: int) -> list[Part]:
-        if isinstance(self.sizes, MegatronSizes):
+        """Weights in the precision of the passes: of the root and of so many layers, or of all."""
+        if self.is_megatron:
             return []
         key = self.policy.backend_cfg.key("tensor_parallel_size")
-        return [Part("gathered weights", (self.root + layers * self.layer) * self.compute, f"raise {key}")]
+        numbers = self.share.whole if self.keeps_whole else self.root + layers * self.layer
+        return [Part("gathered weights", numbers * self.compute, f"raise {key}")]
 
     def forward(self, tokens: float) -> list[Part]:
         """A pass without gradients."""
@@ -306,10 +411,10 @@ class _GpuRank:
         size = f"lower {self.policy.key(name)}"
         parts = [*self.gathered(2), Part("activations", tokens * self.products() * self.compute, size)]
         if self.head:
-            parts.append(Part("logit tiles", self.tile, f"lower {self.policy.key('logprob_chunk_size')}"))
+            parts.append(Part("logit tiles", self.tile(tokens), f"lower {self.policy.key('logprob_chunk_size')}"))
         # Weights are gathered into one block and copied out of it into those of each weight.
-        reserve = sum(part.num_bytes for part in self.gathered(2))
-        return [*parts, Part(RESERVE, reserve, size)]
+        blocks = 0.0 if self.is_megatron else (self.root + 2 * self.layer) * self.compute
+        return [*parts, Part(RESERVE, blocks, size)]
 
     def training(self, tokens: float, reduced: float) -> list[Part]:
         """The moment of a backward pass that has most, with the others' memory in reserve.
@@ -319,43 +424,46 @@ class _GpuRank:
         is_packed, backend = self.policy.sequence_packing.enabled, self.policy.backend_cfg
         budget = self.policy.key("sequence_packing.train_mb_tokens" if is_packed else "train_micro_batch_size")
         size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
-        recomputes = backend.activation_checkpointing in (True, "full")
-        in_flight = self.sizes.pipeline_parallel
-        of_layer = self.kept() * (1 if recomputes else self.layers)
-        states = self.model.hidden * self.compute / self.split
-        kept = tokens * states * self.layers * in_flight if recomputes else tokens * of_layer * in_flight
-        working = self.products() * self.compute + (self.kept() if recomputes else 0.0)
+        mode = backend.activation_checkpointing
+        recomputes = mode in (True, "full")
+        of_layer = self.states if recomputes else self.kept_products() if mode == "selective" else self.kept()
+        kept = tokens * of_layer * self.stage.layers * self.stage.in_flight
+        working = self.products() * self.compute + (0.0 if mode is False else self.kept())
         chunk = f"lower {self.policy.key('logprob_chunk_size')}"
-        rows = min(tokens, self.policy.logprob_chunk_size or MAX_ROWS)
-        block = min(self.tile / MAIN_BYTES / rows * self.model.hidden, self.head) * MAIN_BYTES if self.head else 0.0
+        hidden, tile = self.model.hidden, self.tile(tokens)
+        rows = self.rows(tokens)
+        block = min(tile / rows * hidden, self.head * MAIN_BYTES) if self.head else 0.0
         blocks = block * (1 if tokens <= rows else 2)  # the sum, and a product that is added to it
-        of_head = self.head * self.compute * self.is_trained
-        per_number = (self.compute + MAIN_BYTES) * self.is_trained  # a gradient, and as it is sent to be reduced
-        in_buffers = isinstance(self.sizes, MegatronSizes)
+        of_head = self.head * self.compute if self.trains_weights else 0.0
+        # A gradient, and as it is sent to be reduced.
+        per_number = self.compute + MAIN_BYTES if self.trains_weights and not self.is_megatron else 0
+        at_head = tokens * hidden * (self.compute + MAIN_BYTES) if self.head else 0.0
         moments = [
             [
                 *self.gathered(1),
-                Part("activations", kept + 2 * tokens * self.model.hidden * MAIN_BYTES, size),
-                Part("gradient of the head", of_head + blocks * self.is_trained, chunk),
-                Part("logit tiles", self.tile if self.head else 0.0, chunk),
+                Part("activations", kept + tokens * hidden * MAIN_BYTES / self.split + at_head, size),
+                Part("gradient of the head", of_head + blocks * self.trains_weights, chunk),
+                Part("logit tiles", 1.5 * tile, chunk),  # in float32, and rounded
             ],
             [
                 *self.gathered(2),
                 Part("activations", kept + tokens * working, size),
                 Part("gradient of the head", of_head, chunk),
-                Part("gradient of a layer", 0.0 if in_buffers else self.layer * per_number, size),
+                Part("gradient of a layer", self.layer * per_number, size),
             ],
             [
                 *self.gathered(0),
                 Part("activations", 0.0, size),
-                Part("gradient of embedding and head", 0.0 if in_buffers else self.root * per_number, size),
+                Part("gradient of embedding and head", self.root * per_number, size),
             ],
         ]
-        most = max(moments, key=lambda parts: sum(part.num_bytes for part in parts))
+        most = max(moments, key=_total)
         highest: dict[str, float] = {}
         for part in (part for parts in moments for part in parts):
             highest[part.name] = max(highest.get(part.name, 0.0), part.num_bytes)
-        reserve = reduced + sum(highest.values()) - sum(part.num_bytes for part in most)
+        # Where weights stay gathered, the blocks in which they came lie between them.
+        blocks_between = (self.root + self.layer) * self.compute if self.keeps_whole else 0.0
+        reserve = reduced + sum(highest.values()) - _total(most) + blocks_between
         return [*most, Part(RESERVE, reserve, size)]
 
 
@@ -405,6 +513,7 @@ def predict_training(
     uses_reference: bool = False,
     beside: Sequence[Part] = (),
     device: str = "",
+    rank: int | None = None,
 ) -> list[Phase]:
     """The phases of a model, with the memory of one device in each: without training, the first alone.
 
@@ -413,8 +522,23 @@ def predict_training(
         uses_reference: the weights that the run started from wait in host memory.
         beside: other uses of the device.
         device: see `Phase`.
+        rank: whose memory it is; None: of the ranks that need most, in each phase.
     """
-    phases = training_phases(policy, model, machine, num_ranks=num_ranks, sequences=sequences, is_trained=is_trained)
+    sizes = training_sizes(policy, num_ranks)
+    ranks = {0, num_ranks - 1} if rank is None else {rank}  # the first and the last stage of a pipeline
+    by_rank = [
+        training_phases(
+            policy,
+            model,
+            machine,
+            num_ranks=num_ranks,
+            sequences=sequences,
+            is_trained=is_trained,
+            stage_rank=sizes.sharding().get_worker_coords(one)["pipeline_parallel"],
+        )
+        for one in ranks
+    ]
+    phases = {name: max((of[name] for of in by_rank), key=_total) for name in by_rank[0]}
     if not is_trained:
         phases = {"logprobs": [part for part in phases["logprobs"] if part.name != OPTIMIZER_STATE]}
     others = [*process_parts(machine, TRAINED_BYTES if is_trained else FROZEN_BYTES), *beside]
@@ -425,6 +549,10 @@ def predict_training(
     return [Phase(name=name, device=device, parts=(*parts, *others)) for name, parts in phases.items()]
 
 
+def _total(parts: Sequence[Part]) -> float:
+    return sum(part.num_bytes for part in parts)
+
+
 def predict_memory(
     policy: RolloutPolicyConfig,
     model: ModelShape,
@@ -433,17 +561,21 @@ def predict_memory(
     num_ranks: int,
     uses_reference: bool = False,
     num_colocated: int = 0,
+    rank: int | None = None,
 ) -> list[Phase]:
     """Every phase of a run that samples, with the memory of one device in it, on CPUs of one process.
 
     Args:
         uses_reference: as for `predict_training`.
         num_colocated: further models that take turns on the training devices, asleep in these phases.
+        rank: as for `predict_training`.
     """
     by_policy = policy.generation.is_by_policy
     engine = predict_engine(policy.generation, model, machine)
     compute = BYTES[policy.precision]
-    bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
+    bucket: float = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
+    if machine.is_gpu:
+        bucket = min(bucket, model.parameters * compute / MIN_BUCKETS)
     given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
     halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * compute))
     buffers = Part("transfer buffers", halves, "lower policy.refit_buffer_size_gb")
@@ -462,6 +594,7 @@ def predict_memory(
         uses_reference=uses_reference,
         beside=[*asleep(machine, (1 if colocated else 0) + num_colocated), *kept, *drafts],
         device=where,
+        rank=rank,
     )
     if by_policy:
         return phases

@@ -6,7 +6,7 @@
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -46,6 +47,8 @@ from nemo_rl.utils.checkpoint.tensors import shape_differences
 
 logger = logging.getLogger(__name__)
 
+LARGE_BYTES = 1 << 30
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,10 +67,24 @@ def parameters_on_meta() -> Iterator[None]:
 
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
     try:
-        with no_init_weights():
+        with no_init_weights(), _LargeOnMeta():
             yield
     finally:
         handle.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large uninitialised tensors on the meta device: experts of a layer may exceed this machine's memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            on_meta = func(*args, **kwargs | {"device": "meta"})
+            if on_meta.nbytes > LARGE_BYTES:
+                return on_meta
+        return func(*args, **kwargs)
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

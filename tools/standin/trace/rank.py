@@ -59,7 +59,8 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
         "memory": memory,
         "phases": phases.as_json(),
         "predicted": {
-            phase.name: in_allocator(phase) for phase in phases_of(config, model, Machine(is_gpu=True, memory=memory))
+            phase.name: in_allocator(phase)
+            for phase in phases_of(config, model, Machine(is_gpu=True, memory=memory), task["rank"])
         },
         "messages": [[list(ranks), [str(m) for m in found]] for ranks, found in phases.observer.messages.items()],
     }
@@ -67,19 +68,23 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Each rank in a fork, before CUDA is initialised: modules are imported once for all. Prints the reports' paths."""
+    """Each rank in a fork, before CUDA is initialised: modules are imported once for all.
+
+    The report takes the place of the task in its file, whose path is then printed.
+    """
     parser = argparse.ArgumentParser(description="Ranks of a recipe, for tools/trace_recipe.py, which starts them.")
     parser.add_argument("tasks", type=Path, nargs="+", help="files of JSON that say what to trace")
     for path in parser.parse_args().tasks:
         task = json.loads(path.read_text(encoding="utf-8"))
         if (child := os.fork()) == 0:
-            Path(task["out"]).write_text(json.dumps(trace(task)), encoding="utf-8")
+            os.environ["STANDIN_WRITES"] = str(task["writes"])
+            path.write_text(json.dumps(trace(task)), encoding="utf-8")
             sys.stdout.flush()
             os._exit(0)  # libraries for a GPU have nothing to give back here
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status:
             sys.exit(f"rank {task['rank']} ended with status {status}")
-        print(task["out"], flush=True)
+        print(path, flush=True)
 
 
 if __name__ == "__main__":
