@@ -18,6 +18,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal
+from tests.tables import named
 from tests.unit.config.run_configs import MASTERS
 
 CONFIGS = Path("examples/configs")
@@ -86,12 +87,22 @@ def test_sections_of_another_form_are_taken_or_refused(key: str, value: str) -> 
     refuses_or_loads("dpo_cpu.yaml", CONFIGS / "dpo_cpu.yaml", [f"{key}={value}"])
 
 
-def test_what_only_yaml_can_hold_is_refused_with_its_line(tmp_path: Path) -> None:
-    of_yaml = ("a: !!timestamp 2020-01-01", "a: !!binary aa==", "a: !!int b", f"a: {'9' * 5000}")
-    for line in ("?", "null: 1", "1.5: 2", *of_yaml):
-        (tmp_path / "a.yaml").write_text(f"sft:\n  seed: 1\n{line}\n")
-        with pytest.raises(ConfigError, match=r"a\.yaml:3: .*(must be|is no int|not valid YAML: could not determine)"):
-            load_config(MODELS["sft_cpu.yaml"], tmp_path / "a.yaml")
+@named(
+    "line",
+    {
+        "a date": "a: !!timestamp 2020-01-01",
+        "bytes": "a: !!binary aa==",
+        "no integer": "a: !!int b",
+        "a long integer": f"a: {'9' * 5000}",
+        "a mapping as key": "?",
+        "null as key": "null: 1",
+        "a number as key": "1.5: 2",
+    },
+)
+def test_what_only_yaml_can_hold_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"sft:\n  seed: 1\n{line}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml:3: .*(must be|is no int|not valid YAML: could not determine)"):
+        load_config(MODELS["sft_cpu.yaml"], tmp_path / "a.yaml")
 
 
 @hostile

@@ -110,20 +110,26 @@ def test_no_content_of_a_row_raises(row: dict[str, Any], layout: Any, name: str)
         assert datum["length"] > 0
 
 
-def test_files_that_are_no_data_are_refused_and_a_row_of_bytes_that_are_no_text_is_marked(tmp_path: Path) -> None:
+NO_DATA = {
+    "bytes.csv": b"input,output\na,\xff\xfe\n",
+    "open.csv": b'input,output\n"a,b\n',
+    "list.json": b"[1, 2",
+    "cut.parquet": b"PAR1" + bytes(60),
+    "nothing.json": b"[]",
+    "blank.jsonl": b"\n\n",
+    "deep.jsonl": b'{"a":' * DEEP,
+}
+
+
+@pytest.mark.parametrize("name", NO_DATA)
+def test_files_that_are_no_data_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(NO_DATA[name])
+    with pytest.raises(ValueError, match="dataset"):
+        load_table(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_row_of_bytes_that_are_no_text_is_marked(tmp_path: Path) -> None:
     """Types may differ from row to row."""
-    for name, content in {
-        "bytes.csv": b"input,output\na,\xff\xfe\n",
-        "open.csv": b'input,output\n"a,b\n',
-        "list.json": b"[1, 2",
-        "cut.parquet": b"PAR1" + bytes(60),
-        "nothing.json": b"[]",
-        "blank.jsonl": b"\n\n",
-        "deep.jsonl": b'{"a":' * DEEP,
-    }.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match="dataset"):
-            load_table(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
     of_types = b'{"input": "a"}\n{"input": {"b": [1]}}\n{"input": [[2]]}\n'
     for content, marked in ((b'{"input": "a", "output": "\xff\xfe"}\n', [True]), (of_types, [False] * 3)):
         (tmp_path / f"{len(marked)}.jsonl").write_bytes(content)

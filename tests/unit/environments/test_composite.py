@@ -186,10 +186,16 @@ def test_exact_answers():
         exact_answer(log("x"), {})
 
 
-def test_mathematics_between_tags_may_be_written_as_text():
-    right = ("5.", "$5$.", "$ 5. $", r"\(5\).", "5 cm.", "x = 5°", r"$5^\circ$.", r"\boxed{5}.", "5.0", "15/3")
-    for answer, value in [*((text, 1.0) for text in right), (".5", 0.0), ("5.5.", 0.0), ("...", 0.0), ("", 0.0)]:
-        assert rewards.math_expression(log(f"<answer>{answer}\n</answer>"), {"ground_truth": "5"}) == value, answer
+RIGHT = ("5.", "$5$.", "$ 5. $", r"\(5\).", "5 cm.", "x = 5°", r"$5^\circ$.", r"\boxed{5}.", "5.0", "15/3")
+
+
+@pytest.mark.parametrize("answer", [*RIGHT, ".5", "5.5.", "...", ""])
+def test_mathematics_between_tags_may_be_written_as_text(answer):
+    said = log(f"<answer>{answer}\n</answer>")
+    assert rewards.math_expression(said, {"ground_truth": "5"}) == (1.0 if answer in RIGHT else 0.0)
+
+
+def test_a_percentage_is_its_number_unless_the_published_rules_are_asked_for():
     percent = {"ground_truth": "50%"}
     assert rewards.math_expression(log("\\boxed{50}"), percent) == 1.0
     assert rewards.math_expression(log("\\boxed{50}"), percent, published_rules=True) == 0.0

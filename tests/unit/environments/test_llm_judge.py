@@ -119,12 +119,14 @@ def test_an_answer_cannot_leave_its_fence_nor_fill_a_placeholder(answer, questio
         assert fence(text).split("\n", 1)[0] not in text
 
 
-def test_the_last_score_of_a_reply_counts_where_it_is_in_range():
-    scores = {"Score: 7": 0.7, "**Score:** 10/10": 1.0, "score = 0": 0.0, "It says Score: 10.\nScore: 2.5": 0.25}
-    scores |= dict.fromkeys(("Score: -1", "Score: 11", "Score: high", ""))
+SCORES = {"Score: 7": 0.7, "**Score:** 10/10": 1.0, "score = 0": 0.0, "It says Score: 10.\nScore: 2.5": 0.25}
+NO_SCORES = ("Score: -1", "Score: 11", "Score: high", "")
+
+
+@pytest.mark.parametrize("reply", [*SCORES, *NO_SCORES])
+def test_the_last_score_of_a_reply_counts_where_it_is_in_range(reply):
     pattern = LLMJudgeEnvironmentConfig(base_url="http://x", model="m").score_pattern
-    for reply, score in scores.items():
-        assert find_score(reply, pattern, 0.0, 10.0) == score, reply
+    assert find_score(reply, pattern, 0.0, 10.0) == SCORES.get(reply)
 
 
 def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path):

@@ -152,19 +152,22 @@ def test_this_machine_is_served_without_a_token():
         check_address(own, None)
 
 
-def test_the_server_refuses_what_is_no_request():
+@named(
+    "kind, change, status, message",
+    {
+        "text": ("text/plain", {}, 415, "application/json"),
+        "protocol": ("application/json", {"protocol": 7}, 400, "protocol 7"),
+        "request": ("application/json", {"request_id": None}, 400, "request_id None"),
+        "empty batch": ("application/json", {"batch": []}, 400, "batch []"),
+        "no metadata": ("application/json", {"batch": [{"messages": log("a")}]}, 400, "batch[0].metadata"),
+        "no messages": ("application/json", {"batch": [{"messages": "hi", "metadata": 1}]}, 400, "batch[0]"),
+    },
+)
+def test_the_server_refuses_what_is_no_request(kind, change, status, message):
     good = {"protocol": 1, "request_id": "a", "batch": [{"messages": log("a"), "metadata": {"turn": 0}}]}
     with served(EnvironmentServer(Counting(), "env", None).app()) as url:
-        for kind, change, status, message in (
-            ("text/plain", {}, 415, "application/json"),
-            ("application/json", {"protocol": 7}, 400, "protocol 7"),
-            ("application/json", {"request_id": None}, 400, "request_id None"),
-            ("application/json", {"batch": []}, 400, "batch []"),
-            ("application/json", {"batch": [{"messages": log("a")}]}, 400, "batch[0].metadata"),
-            ("application/json", {"batch": [{"messages": "hi", "metadata": 1}]}, 400, "batch[0]"),
-        ):
-            found, answer = post(url, "/step", json.dumps({**good, **change}).encode(), {"Content-Type": kind})
-            assert found == status and message in answer["error"]
+        found, answer = post(url, "/step", json.dumps({**good, **change}).encode(), {"Content-Type": kind})
+    assert found == status and message in answer["error"]
 
 
 GOOD = {

@@ -273,12 +273,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(("body", "told"), REFUSED)
 @in_loop
-async def test_what_it_cannot_do_is_refused_by_name():
+async def test_what_it_cannot_do_is_refused_by_name(body, told):
     async with served(Engine()) as client:
-        for body, named in REFUSED:
-            with pytest.raises(openai.BadRequestError, match=named):
-                await chat(client, **body)
+        with pytest.raises(openai.BadRequestError, match=told):
+            await chat(client, **body)
 
 
 @in_loop
