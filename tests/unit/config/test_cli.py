@@ -106,10 +106,9 @@ def test_a_parser_stores_an_option_once_and_collects_what_is_to_be_collected(
     assert "argument --every/-e: got 1.0 and 1.0; give it once" in capsys.readouterr().err
 
 
-@pytest.mark.over_20s("two commands import torch, for the table of devices")
 def test_remarks_follow_on_request() -> None:
     theirs = "+reward_penalties={penalize_empty_final_answer: false}"
-    said = [run(*CPU, theirs, "--dry-run", *more).stderr for more in ([], ["--remarks"])]
+    said = [run(*CPU, theirs, *more).stderr for more in ([], ["--remarks"])]
     assert said[0].startswith("the configuration is in NeMo RL's form: it loads, with ")
     assert len(said[0].splitlines()) == 1 < len(said[1].splitlines()) and said[1].startswith(said[0])
     assert "reward_penalties: asks for nothing at this value\n" in said[1]

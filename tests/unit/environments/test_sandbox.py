@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -315,9 +316,12 @@ PID = 0x7E57C0DE
 THREAD = 0x3D0F00  # what libc gives clone for a thread
 
 
+filter_of = cache(isolation.build_filter)
+
+
 def decide(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     """What the filter returns: classic BPF over seccomp_data {nr, arch, instruction pointer, args}."""
-    program = isolation.build_filter(machine)
+    program = filter_of(machine)
     words = {0: number, 4: isolation.ARCHITECTURES[machine][1] if architecture is None else architecture}
     words |= {16 + 8 * i: value & 0xFFFFFFFF for i, value in enumerate(arguments)}
     accumulator = position = 0
