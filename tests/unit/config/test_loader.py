@@ -85,24 +85,35 @@ def test_all_problems_are_in_one_message_with_their_lines(tmp_path: Path) -> Non
         "env:\n  math:\n    num_worker: 3\n  maze: 5\n"
         "grpo:\n  ratio_clip_min: 0.2\n  seed: '1'\nloss_fn: {reference_policy_kl_type: k4}\nenvv: {}\n"
     )
-    assert error_of(tmp_path, text).splitlines() == [
-        "8 problems:",
-        "  run.yaml:5: data.train.0.split_validation_size: must be greater than or equal to 0 (got -2.0)",
-        "  run.yaml:6: data.train.1.dataset_name: name a dataset, e.g. dataset_name: gsm8k, or a file: "
-        "data_path: my_rows.jsonl",
-        "  run.yaml:9: env.math.num_worker: unknown key; the nearest valid key is env.math.num_workers",
-        "  run.yaml:10: env.maze: must be a section with keys (got 5)",
-        "  run.yaml:12: grpo.ratio_clip_min: unknown key; the nearest valid key is loss_fn.ratio_clip_min",
-        "  run.yaml:13: grpo.seed: must be a valid integer (got '1')",
-        "  run.yaml:14: loss_fn.reference_policy_kl_type: must be 'k1', 'k2' or 'k3' (got k4)",
-        "  run.yaml:15: envv: unknown key; the nearest valid key is env",
+    head, *said = error_of(tmp_path, text).splitlines()
+    assert head == "8 problems:"
+    want = [
+        ("5: data.train.0.split_validation_size", "(got -2.0)"),
+        ("6: data.train.1.dataset_name", "dataset_name: gsm8k"),
+        ("9: env.math.num_worker", "env.math.num_workers"),
+        ("10: env.maze", "(got 5)"),
+        ("12: grpo.ratio_clip_min", "loss_fn.ratio_clip_min"),
+        ("13: grpo.seed", "integer (got '1')"),
+        ("14: loss_fn.reference_policy_kl_type", "'k1', 'k2' or 'k3' (got k4)"),
+        ("15: envv", "nearest valid key is env"),
     ]
+    for line, (place, told) in zip(said, want, strict=True):
+        assert line.startswith(f"  run.yaml:{place}: ") and told in line
 
 
 def test_problems_come_in_reading_order_and_once() -> None:
     late, early = (Problem(("a", str(line)), "bad", Location("f.yaml", line)) for line in (9, 2))
     told = str(ConfigError([late, Problem(("b",), "bad"), early, late])).splitlines()
     assert told == ["3 problems:", "  f.yaml:2: a.2: bad", "  f.yaml:9: a.9: bad", "  b: bad"]
+
+
+MEANT = {
+    "policy.generation.mcore_generation_config": "no effect",
+    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": "no effect",
+    "policy.scheduler_step_per": "train_call",
+    "grpo.adv_estimator.std": "leave_one_out",
+    "env.mine": "raw_text: true",
+}
 
 
 def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, caplog) -> None:
@@ -117,14 +128,8 @@ def test_a_config_of_nemo_rl_v0_6_loads_and_what_it_means_loads_back(tmp_path, c
     assert first.startswith("policy.generation_batch_size, ") and first.endswith(", data.num_workers: has no effect")
     at_this_value = remarks.pop(2)
     assert "policy.dtensor_cfg._v2, " in at_this_value and at_this_value.endswith(": asks for nothing at this value")
-    assert remarks == [
-        "policy.generation.mcore_generation_config: has no effect: it belongs to what is switched off",
-        "policy.generation.vllm_cfg.enable_vllm_metrics_logger: has no effect: it only monitors",
-        "policy.scheduler_step_per: train_call: NeMo RL's scheduler steps once in each training step",
-        "grpo.adv_estimator.std: leave_one_out: NeMo RL divides by the standard deviation of the other samples",
-        "env.mine: gets messages without what the chat template adds, and its observations go through the template; "
-        "NeMo RL gives it rendered prompts and appends observations as they are: raw_text: true",
-    ]
+    for remark, (key, told) in zip(remarks, MEANT.items(), strict=True):
+        assert remark.startswith(f"{key}: ") and told in remark
     assert load_config(GRPOMasterConfig, write(tmp_path, "config.yaml", dump_config(config))) == config
 
 

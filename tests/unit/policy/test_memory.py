@@ -126,7 +126,7 @@ def test_a_plan_fits_or_says_what_is_missing(seven_billion):
     split = config(*asked, "cluster.gpus_per_node=8", "policy.dtensor_cfg.context_parallel_size=8")
     assert "policy.dtensor_cfg.tensor_parallel_size=1" in setup.propose_layout(split, "8xH100")
     [line] = setup.memory_lines(config("policy.model_name=nobody/has-this-model"))
-    assert line == "memory: not predicted: config.json of the model is not on this machine"
+    assert line.startswith("memory: not predicted: config.json ")
     malformed = ("H100", "0xH100", "4x8", "4x8x", "99999x8xH100")
     for asked_of, devices, said in (
         (split, "4xH100", "no layout divides the batch"),

@@ -133,7 +133,7 @@ async def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
     [handle] = await playing.collect([group_request(0, 4)])
     late, *others = handle.samples
     assert late.status is SampleStatus.TIMED_OUT and not late.has_reward
-    assert late.failure == "episode g0/0 was not over after 1 s"
+    assert "g0/0" in late.failure and "1 s" in late.failure
     assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
     await asyncio.sleep(0.01)
     assert not replica.under_way and len(replica.aborted) == 1

