@@ -166,8 +166,7 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         (folder / path).parent.mkdir(parents=True)
         (folder / path).write_text(text)
-    for module in (config, generation):
-        monkeypatch.setattr(module, "source_folder", lambda: folder)
+    monkeypatch.setattr(config, "source_folder", lambda: folder)
     monkeypatch.setattr(generation, "what_is_missing", lambda extra: None)
 
 
