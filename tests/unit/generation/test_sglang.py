@@ -1,6 +1,7 @@
 """Engines of SGLang without SGLang: what runs in its scheduler, and what a configuration may ask for."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 from nemo_rl.models.generation.sglang import config, generation
 from nemo_rl.models.generation.sglang.generation import SglangGeneration
 from nemo_rl.models.generation.sglang.hooks import draw, draw_tokens
+from nemo_rl.models.generation.sglang.processes import leave_out_models
 from nemo_rl.models.generation.sglang.weight_loader import load
 from nemo_rl.refit.layout import exported
 from nemo_rl.refit.transfer import WeightSender
@@ -178,6 +180,19 @@ def test_a_model_or_an_argument_that_sglang_does_not_know_is_one_line(tmp_path: 
         SglangGeneration.check(settings, LlamaConfig(architectures=["MyLlama"]))
     problems = list(settings.engine.argument_problems({"schedule_polcy": "fcfs", "schedule_policy": "fcfs"}))
     assert problems == [("schedule_polcy", "SGLang has no such argument; the nearest is schedule_policy")]
+
+
+def test_an_engine_imports_its_own_model_alone_and_all_for_one_that_no_file_names(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    installed(tmp_path, monkeypatch)
+    (tmp_path / "srt/models/qwen2.py").write_text("class Qwen2ForCausalLM(nn.Module):\n    pass\n")
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # restored at the end
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
+    leave_out_models(["MyLlama"])
+    assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
+    leave_out_models(["Qwen2ForCausalLM"])
+    assert os.environ["SGLANG_DISABLED_MODEL_ARCHS"] == "llama"
 
 
 def test_sglang_that_can_be_neither_found_nor_made_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:

@@ -147,6 +147,7 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
     if hasattr(model, "post_load_weights"):
         return f"{type(model).__name__} derives tensors from its weights"
     for name, module in model.named_modules():
-        if hasattr(module, "quant_method") and type(module.quant_method).__module__ != _PLAIN_METHODS:
-            return f"{name} uses {type(module.quant_method).__name__}"
+        method = module.quant_method if hasattr(module, "quant_method") else None  # attention has None
+        if method is not None and type(method).__module__ != _PLAIN_METHODS:
+            return f"{name} uses {type(method).__name__}"
     return None
