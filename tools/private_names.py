@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "private-names.md"
-PACKAGES = ("megatron", "ray", "torch", "transformers", "vllm")
+PACKAGES = ("megatron", "ray", "sglang", "torch", "transformers", "vllm")
 OF_PYTHON = {"_asdict", "_replace"}  # of named tuples, which have them in public
 ASKS = ("getattr", "setattr", "hasattr", "delattr")
 _IN_TEXT = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)*\._[a-zA-Z]\w*(?:\.\w+)*")

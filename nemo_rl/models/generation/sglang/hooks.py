@@ -38,17 +38,9 @@ def install() -> None:
     """Replace the functions in this process. Raises RuntimeError if SGLang has one of them no longer."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    layers, of_batch = "sglang.srt.layers", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
-    hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
-        f"{of_batch}.from_schedule_batch": (with_seeds, HookType.AFTER),
-        f"{layers}.sampler.Sampler.forward": (sampled, HookType.REPLACE),
-        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": (product, HookType.AROUND),
-        f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": (product_of_head, HookType.AROUND),
-        f"{layers}.moe.fused_moe_native.moe_forward_native": (product_of_experts, HookType.AROUND),
-    }
-    originals = {target: pkgutil.resolve_name(target) for target in hooks}
-    for target, (hook, kind) in hooks.items():
-        HookRegistry.register(target, hook, kind)
+    originals = {target: pkgutil.resolve_name(target) for target in HOOKS}
+    for target, (hook, kind) in HOOKS.items():
+        HookRegistry.register(target, hook, HookType(kind))
     HookRegistry.apply_hooks()  # which only logs a failure
     if failed := [target for target, original in originals.items() if pkgutil.resolve_name(target) == original]:
         raise RuntimeError(f"these functions of SGLang could not be replaced: {', '.join(failed)}")
@@ -203,3 +195,13 @@ def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) ->
     total = below[:, -1]
     wanted = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))  # the product may be rounded up
     return torch.searchsorted(below, wanted[:, None], right=True)
+
+
+HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": (with_seeds, "after"),
+    "sglang.srt.layers.sampler.Sampler.forward": (sampled, "replace"),
+    "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply": (product, "around"),
+    "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": (product_of_head, "around"),
+    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (product_of_experts, "around"),
+}
+"""What is replaced -> by what, and how (`HookType` of SGLang)."""
