@@ -1,8 +1,12 @@
 """Whole runs whose engines are SGLang's. The first one makes their environment, which takes minutes."""
 
+import json
+
 import pytest
 
 from tests.functional.cli import BARE, CONFIGS, exact, example, keys, run, small
+from tests.functional.test_agent_run import SMALL as AGENTS
+from tests.functional.test_agent_run import assert_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -37,3 +41,15 @@ def test_weights_arrive_in_flight(tmp_path, recompute):
 def test_other_algorithms_sample_with_it(tmp_path, name, config):
     finished = run(tmp_path, *small(name), f"{name}.max_num_steps=3", *SGLANG, **example(name, config), timeout_s=1500)
     exact(finished.steps, 3)
+
+
+def test_agents_talk_to_it_through_the_server_and_their_rows_are_exact(tmp_path):
+    finished = run(tmp_path, *AGENTS, *SGLANG, **example("grpo", "grpo_agent_cpu"), timeout_s=1500)
+    exact(assert_whole(finished), 2)
+
+
+def test_an_evaluation_samples_with_it(tmp_path):
+    asked = keys(generation="backend=sglang sglang_cfg.dtype=float32", data="kwargs.num_samples=16")
+    run(tmp_path, f"eval.save_path={tmp_path}", *asked, **example("eval", "evals/eval_cpu"), timeout_s=1500)
+    overall = json.loads((tmp_path / "results.json").read_text())["overall"]
+    assert 0 < overall["mean"] < 1

@@ -69,6 +69,7 @@ def engine_arguments(settings: EngineSettings, bytes_per_token: int) -> dict[str
         "disable_radix_cache": not (settings.cfg.shares_prompts_on_cpu and settings.can_share_prompts),
         "chunked_prefill_size": -1,
         "mem_fraction_static": 0.9,  # of the machine's free memory, checked only: the next line decides
+        "sleep_on_idle": True,  # else an engine without requests takes a whole core from training
         "max_total_tokens": num_tokens,
         "max_running_requests": min(num_fitting, own.pop("max_running_requests", 256)),
         **own,
