@@ -234,8 +234,33 @@ def _not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
     return key, f"{product} = {total} does not divide the {world_size} training ranks; {works}"
 
 
+def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage, as even as possible. The first and last stage, which also have embeddings or head, get
+    fewer.
+
+    >>> [len(layers) for layers in layers_of_stages(10, 4)]
+    [2, 3, 3, 2]
+    """
+    assert num_layers >= num_stages
+    each, left = divmod(num_layers, num_stages)
+    middle_first = [*range(1, num_stages - 1), 0]
+    # The last stage gets none of the layers left over, the first stage the last one: a head over the vocabulary costs
+    # more than a lookup of embeddings.
+    sizes = [each + (stage in middle_first[:left]) for stage in range(num_stages)]
+    return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
+
+
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 STAGES, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+
+
+def layers_of_ranks(policy: PolicyConfig, num_layers: int) -> list[int]:
+    """The number of layers that every pipeline rank holds. ValueError if Megatron cannot divide them so."""
+    if policy.megatron_cfg.enabled:
+        return [sum(map(len, pieces)) for pieces in stage_layers(policy.megatron_cfg, num_layers)]
+    cfg = policy.dtensor_cfg
+    stages = layers_of_stages(num_layers, cfg.pipeline_parallel_size * cfg.pipeline.stages_per_rank)
+    return [sum(map(len, stages[rank :: cfg.pipeline_parallel_size])) for rank in range(cfg.pipeline_parallel_size)]
 
 
 def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:

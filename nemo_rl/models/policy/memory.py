@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import GenerationConfig, PolicyConfig, RolloutPolicyConfig, token_budgets
 from nemo_rl.models.policy.head.logit_tiles import FREE_SHARE, GPU_TILE_BYTES, MAX_ROWS, TILE_BYTES
-from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, Share, training_sizes
+from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, Share, layers_of_ranks, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.models.policy.vision.families import FAMILIES, language_modules, sees_images
@@ -288,7 +288,12 @@ class Stage:
             in_flight = micro_batches
         elif per_rank > 1:  # of each of its pieces, those of the warm-up
             in_flight = min(((per_rank - 1) * size + 2 * (size - rank) - 1) / per_rank, micro_batches)
-        return cls(layers=-(-num_layers // size), is_first=rank == 0, is_last=rank == size - 1, in_flight=in_flight)
+        return cls(
+            layers=layers_of_ranks(policy, num_layers)[rank],
+            is_first=rank == 0,
+            is_last=rank == size - 1,
+            in_flight=in_flight,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +392,8 @@ class _GpuRank:
     def kept_products(self) -> float:
         """Bytes of a token that one layer keeps if all but its matrix products and attention are recomputed."""
         model = self.model
+        if self.policy.dtensor_cfg.torch_compile:  # products in compiled code are not seen
+            return self.states + model.queries * self.compute / self.sizes.tensor_parallel
         attention = 2 * model.queries + model.key_values
         mlp = 2 * model.intermediate + (1 + model.routed) * model.hidden
         numbers = attention / self.sizes.tensor_parallel + mlp / self.cut_experts + model.hidden
@@ -396,6 +403,11 @@ class _GpuRank:
     def states(self) -> float:
         """Bytes of a token between two layers."""
         return self.model.hidden * self.compute / self.split
+
+    @property
+    def layers_at_once(self) -> int:
+        """Layers whose weights are there at once: the next one comes in advance, but experts come by themselves."""
+        return 1 if self.model.routed else 2
 
     def gathered(self, layers: int) -> list[Part]:
         """Weights in the precision of the passes: of the root and of so many layers, or of all."""
@@ -409,11 +421,14 @@ class _GpuRank:
         """A pass without gradients."""
         name = "sequence_packing.logprob_mb_tokens" if self.policy.sequence_packing.enabled else "logprob_batch_size"
         size = f"lower {self.policy.key(name)}"
-        parts = [*self.gathered(2), Part("activations", tokens * self.products() * self.compute, size)]
+        parts = [
+            *self.gathered(self.layers_at_once),
+            Part("activations", tokens * self.products() * self.compute, size),
+        ]
         if self.head:
             parts.append(Part("logit tiles", self.tile(tokens), f"lower {self.policy.key('logprob_chunk_size')}"))
         # Weights are gathered into one block and copied out of it into those of each weight.
-        blocks = 0.0 if self.is_megatron else (self.root + 2 * self.layer) * self.compute
+        blocks = 0.0 if self.is_megatron else (self.root + self.layers_at_once * self.layer) * self.compute
         return [*parts, Part(RESERVE, blocks, size)]
 
     def training(self, tokens: float, reduced: float) -> list[Part]:
@@ -428,15 +443,17 @@ class _GpuRank:
         recomputes = mode in (True, "full")
         of_layer = self.states if recomputes else self.kept_products() if mode == "selective" else self.kept()
         kept = tokens * of_layer * self.stage.layers * self.stage.in_flight
-        working = self.products() * self.compute + (0.0 if mode is False else self.kept())
+        again = 0.0 if mode is False else self.kept() - (0.0 if recomputes else of_layer)
+        working = self.products() * self.compute + max(0.0, again)
         chunk = f"lower {self.policy.key('logprob_chunk_size')}"
         hidden, tile = self.model.hidden, self.tile(tokens)
         rows = self.rows(tokens)
         block = min(tile / rows * hidden, self.head * MAIN_BYTES) if self.head else 0.0
         blocks = block * (1 if tokens <= rows else 2)  # the sum, and a product that is added to it
         of_head = self.head * self.compute if self.trains_weights else 0.0
-        # A gradient, and as it is sent to be reduced.
-        per_number = self.compute + MAIN_BYTES if self.trains_weights and not self.is_megatron else 0
+        # Of a gradient, and of it as it is sent to be reduced.
+        per_number = self.compute if self.trains_weights and not self.is_megatron else 0
+        as_sent = MAIN_BYTES if per_number else 0
         at_head = tokens * hidden * (self.compute + MAIN_BYTES) if self.head else 0.0
         moments = [
             [
@@ -446,15 +463,23 @@ class _GpuRank:
                 Part("logit tiles", 1.5 * tile, chunk),  # in float32, and rounded
             ],
             [
-                *self.gathered(2),
+                *self.gathered(self.layers_at_once),
                 Part("activations", kept + tokens * working, size),
                 Part("gradient of the head", of_head, chunk),
                 Part("gradient of a layer", self.layer * per_number, size),
             ],
             [
+                *self.gathered(self.layers_at_once - 1),
+                Part("activations", kept, size),
+                Part("gradient of the head", of_head, chunk),
+                # Where gradients wait for the last micro-batch, the sum is what is sent.
+                Part("gradient of a layer", self.layer * (as_sent if reduced else per_number + as_sent), size),
+            ],
+            [
                 *self.gathered(0),
                 Part("activations", 0.0, size),
-                Part("gradient of embedding and head", self.root * per_number, size),
+                Part("gradient of the head", self.root * per_number, chunk),
+                Part("gradient of embedding and head", self.root * as_sent, size),
             ],
         ]
         most = max(moments, key=_total)
@@ -525,7 +550,8 @@ def predict_training(
         rank: whose memory it is; None: of the ranks that need most, in each phase.
     """
     sizes = training_sizes(policy, num_ranks)
-    ranks = {0, num_ranks - 1} if rank is None else {rank}  # the first and the last stage of a pipeline
+    per_stage = num_ranks // sizes.pipeline_parallel
+    stages = range(sizes.pipeline_parallel) if rank is None else [rank // per_stage]  # stages lie furthest apart
     by_rank = [
         training_phases(
             policy,
@@ -534,9 +560,9 @@ def predict_training(
             num_ranks=num_ranks,
             sequences=sequences,
             is_trained=is_trained,
-            stage_rank=sizes.sharding().get_worker_coords(one)["pipeline_parallel"],
+            stage_rank=stage,
         )
-        for one in ranks
+        for stage in stages
     ]
     phases = {name: max((of[name] for of in by_rank), key=_total) for name in by_rank[0]}
     if not is_trained:

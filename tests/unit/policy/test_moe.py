@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributions import Categorical
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor import moe
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.pretrained import build_on_meta
 from tests.unit.policy.models import Models, edit_json, save_model
 from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config, train_step, whole_weights
 from tests.worlds import run_world
@@ -130,3 +131,12 @@ def test_experts_that_cannot_be_spread_are_refused_before_anything_is_loaded(mod
             moe.check_experts(AutoConfig.from_pretrained(models[family]), DTensorConfig(expert_parallel_size=8))
     with pytest.raises(ValueError, match=r"experts of 'gpt_oss' are not laid out as"):
         moe.check_experts(GptOssConfig(), SPREAD)
+
+
+def test_experts_that_no_machine_holds_are_built_without_memory() -> None:
+    experts = {"num_experts": 4096, "num_experts_per_tok": 2, "moe_intermediate_size": 8192, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(hidden_size=8192, num_attention_heads=8, num_key_value_heads=8, vocab_size=64, **experts)
+    model = build_on_meta(config, torch.float32)
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 1e12
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())

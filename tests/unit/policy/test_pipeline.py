@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
-from nemo_rl.models.policy.dtensor.pipeline import Activations, check_pipeline, layers_of_stages, split
+from nemo_rl.models.policy.dtensor.pipeline import Activations, check_pipeline, split
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.layout import layers_of_stages
 from tests.unit.policy import models
 from tests.unit.policy.steps import load_step, make_worker, policy_config
 from tests.unit.policy.test_layouts import INTERLEAVED

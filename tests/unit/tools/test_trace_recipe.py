@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from nemo_rl.models.policy.memory import Machine, ModelShape
 from tests.tables import named
 from tests.unit.config.run_configs import CONFIGS, MASTERS, ROOT
 from tools.standin.build import GPUS
-from tools.standin.shapes import MODELS, published
+from tools.standin.layouts import TOLERANCE, random_layouts
+from tools.standin.layouts import main as layouts_main
+from tools.standin.shapes import MODELS, published, shape
 from tools.standin.trace.compare import differences
 from tools.standin.trace.phases import in_allocator
+from tools.standin.trace.samples import batch_overrides
 from tools.trace_recipe import WITHOUT_ENGINE, predicted_of, problems_of, section_of
 
 BOTH, PAIR = (0, 1), (2, 3)
@@ -96,6 +100,57 @@ def test_memory_on_a_gpu_is_predicted_within_fifteen_percent(name):
     found = predicted_of("policy train", {phase.name: in_allocator(phase) for phase in phases})
     assert found is not None
     assert (found["peak"] / 1e9, found["reserved"] / 1e9) == pytest.approx(SEEN[name], rel=0.15)
+
+
+ADAPTERS = "lora_cfg={enabled: true, match_all_linear: true, dim: 32}"
+PARTLY = "activation_checkpointing=selective"
+
+# Of seed 1 of tools/standin/layouts.py, on one H200: configuration, model and layers, GPUs, longest sample, tokens of a
+# micro-batch, layout, rank; GB as above.
+DRAWN = (
+    ("sft", "meta-llama/Llama-3.1-8B@6", 64, 4096, 8192, ("context_parallel_size=2", ADAPTERS), 0, 10.66, 13.43),
+    ("sft", "meta-llama/Llama-3.2-1B@6", 16, 2048, 2048,
+     ("tensor_parallel_size=4", "activation_checkpointing=full"), 0, 2.38, 2.92),
+    ("dpo", "meta-llama/Llama-3.1-8B@6", 64, 8192, 16384,
+     ("torch_compile=true", "dp_replicate_size=2"), 0, 32.02, 39.96),
+    ("dpo", "Qwen/Qwen2.5-1.5B@6", 32, 4096, 8192, (PARTLY, "torch_compile=true"), 0, 5.24, 7.33),
+    ("dpo", "Qwen/Qwen2.5-7B@6", 32, 2048, 4096,
+     ("tensor_parallel_size=4", "sequence_parallel=true"), 0, 8.13, 9.94),
+    ("sft", "Qwen/Qwen3-235B-A22B@6", 16, 2048, 2048, (PARTLY, ADAPTERS), 0, 42.26, 45.68),
+    ("sft", "Qwen/Qwen3-235B-A22B@6", 64, 2048, 2048, (PARTLY, "pipeline_parallel_size=2"), 0, 58.90, 75.16),
+    ("sft", "Qwen/Qwen3-235B-A22B@6", 64, 2048, 2048, (PARTLY, "pipeline_parallel_size=2"), 63, 59.11, 75.27),
+    ("dpo", "Qwen/Qwen3-30B-A3B@8", 64, 2048, 4096, (PARTLY, "expert_parallel_size=4"), 0, 7.53, 12.69),
+    ("dpo", "Qwen/Qwen3-30B-A3B@8", 32, 4096, 8192, ("expert_parallel_size=8", PARTLY), 0, 12.59, 18.34),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("drawn", DRAWN, ids=lambda drawn: f"{drawn[0]}-{drawn[1]}-{drawn[5]}-{drawn[6]}")
+def test_memory_of_layouts_in_pairs_is_predicted_within_fifteen_percent(drawn):
+    """Adapters, pipelines by rank, HSDP, experts over ranks, code that is compiled, layers that are recomputed."""
+    name, model, gpus, longest, tokens, layout, rank, peak, reserved = drawn
+    path, memory = CONFIGS / f"{name}.yaml", GPUS["h200"].memory
+    overrides = [f"policy.model_name={model}", f"cluster.gpus_per_node={gpus}"]
+    overrides += [f"policy.max_total_sequence_length={longest}", f"policy.sequence_packing.train_mb_tokens={tokens}"]
+    overrides += [f"policy.dtensor_cfg.{key}" for key in layout]
+    config: Any = load_config(MASTERS[name], path, overrides)
+    config = load_config(MASTERS[name], path, [*overrides, *batch_overrides(config)])
+    phases = phases_of(config, ModelShape.of(shape(model)), Machine(is_gpu=True, memory=memory), rank)
+    found = predicted_of("policy train", {phase.name: in_allocator(phase) for phase in phases})
+    assert found is not None
+    assert (found["peak"] / 1e9, found["reserved"] / 1e9) == pytest.approx((peak, reserved), rel=TOLERANCE)
+
+
+def test_a_seed_draws_the_same_layouts_and_each_can_be_traced():
+    first, again = (list(islice(random_layouts(3), 3)) for _ in range(2))
+    assert first == again and len(set(first)) == 3
+    for layout in first:
+        assert sum("dtensor_cfg" in key for key in layout.overrides) >= 2
+
+
+@pytest.mark.standin
+@pytest.mark.timeout(1500)
+def test_random_layouts_are_predicted_within_fifteen_percent():
+    assert layouts_main(["--seed", "1", "--number", "20"]) == 0
 
 
 RECIPES = [path.relative_to(CONFIGS).with_suffix("") for path in sorted((CONFIGS / "recipes").rglob("*.yaml"))]

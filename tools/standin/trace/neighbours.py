@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,13 @@ def _all_fake(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_like_own(out: list[Any], own: Any, group: Any = None) -> None:
-    """Every rank has the same, but what a pipeline stage exports only it has."""
+    """Every rank has the same, but other pipeline stages export as many tensors as this one under other names."""
     from nemo_rl.refit.layout import ExportedTensor
 
-    is_of_stage = isinstance(own, list) and bool(own) and isinstance(own[0], ExportedTensor)
-    out[:] = [[] if is_of_stage else own] * len(out)
+    if isinstance(own, list) and own and isinstance(own[0], ExportedTensor):
+        out[:] = [[replace(tensor, name=f"{rank}.{tensor.name}") for tensor in own] for rank in range(len(out))]
+    else:
+        out[:] = [own] * len(out)
     out[dist.get_rank(group)] = own
 
 

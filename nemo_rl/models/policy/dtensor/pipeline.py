@@ -36,6 +36,7 @@ from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, output_module
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.layout import layers_of_stages
 from nemo_rl.models.policy.pretrained import DTYPES
 
 # -- splitting a model
@@ -52,22 +53,6 @@ class _Identity(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden_states
-
-
-def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, as even as possible. The first and last stage, which also have embeddings or head, get
-    fewer.
-
-    >>> [len(layers) for layers in layers_of_stages(10, 4)]
-    [2, 3, 3, 2]
-    """
-    assert num_layers >= num_stages
-    each, left = divmod(num_layers, num_stages)
-    middle_first = [*range(1, num_stages - 1), 0]
-    # The last stage gets none of the layers left over, the first stage the last one: a head over the vocabulary costs
-    # more than a lookup of embeddings.
-    sizes = [each + (stage in middle_first[:left]) for stage in range(num_stages)]
-    return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
 
 
 def split(hf: PreTrainedModel, rank: int, config: DTensorConfig) -> list[PreTrainedModel]:
