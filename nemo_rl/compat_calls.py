@@ -113,7 +113,7 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any], get_processor: bool = Fal
     except OSError as error:
         raise ValueError(f"{cfg.name!r} has no processor that can be loaded: {error}") from error
     if not isinstance(processor, ProcessorMixin):
-        raise ValueError(f"{cfg.name!r} has no processor, but a tokenizer alone: leave get_processor=True out")
+        raise ValueError(f"{cfg.name!r} has no processor, only a tokenizer: leave get_processor=True out")
     vars(processor)["tokenizer"] = tokenizer
     if cfg.chat_template != "default":
         processor.chat_template = tokenizer.chat_template
@@ -251,9 +251,7 @@ class Registry(MutableMapping[str, Any]):
 
 def _path_of(entry: Mapping[str, str]) -> str:
     if others := sorted(set(entry) - {"actor_class_fqn"}):
-        raise TypeError(
-            f"an environment has actor_class_fqn alone, not {', '.join(others)}: set data.default.processor"
-        )
+        raise TypeError(f"an environment has only actor_class_fqn, not {', '.join(others)}: set data.default.processor")
     return entry["actor_class_fqn"]
 
 

@@ -181,7 +181,7 @@ def _is_empty(board: Board, row: int, column: int) -> bool:
 
 
 ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = dict.fromkeys(ENV_REGISTRY.values(), sys.executable)
-"""Import path of an actor's class -> its Python. Scripts add to it; a run reads `env.<name>.py_executable` alone."""
+"""Import path of an actor's class -> its Python. Scripts add to it; a run reads only `env.<name>.py_executable`."""
 
 
 def get_actor_python_env(actor_class_fqn: str) -> str:

@@ -96,7 +96,7 @@ class SamplingParams:
 
 
 def are_stop_strings(value: Any) -> bool:
-    """Whether it is None or a list of texts. A text alone would count as a list of its characters."""
+    """Whether it is None or a list of texts. A single text would count as a list of its characters."""
     return value is None or (isinstance(value, list | tuple) and all(isinstance(text, str) for text in value))
 
 
@@ -245,7 +245,7 @@ class SampleMeta:
     # Of an agent's episode: its other token sequences. This one and they have each sampled token in one mask.
     branches: list[SampleMeta] = field(default_factory=list)
     credit: float = 1.0  # factor of the episode's advantage on this sequence
-    own_reward: float | None = None  # of this sequence alone; None: it shares the reward of its episode
+    own_reward: float | None = None  # only of this sequence; None: it shares the reward of its episode
     role: str = ""  # the role that sampled it; rewards are compared within a role
 
     @property
@@ -388,7 +388,7 @@ MakeExample = Callable[[Prompt], tuple[list[Example], ExampleMeta]]
 class ExampleHandle:
     """The controller's view of an ExampleGroup."""
 
-    ref: Any  # ray.ObjectRef of a list that holds the ExampleGroup alone
+    ref: Any  # ray.ObjectRef of a list that holds only the ExampleGroup
     rows: list[ExampleMeta]
 
 

@@ -102,7 +102,7 @@ class PPOTrainer(RolloutTrainer):
 
     @property
     def trains_policy(self) -> bool:
-        """Whether this step does; the first `policy_training_start_step` train the value model alone."""
+        """Whether this step does; the first `policy_training_start_step` train only the value model."""
         return self.state.total_steps >= self.config.ppo.policy_training_start_step
 
     # -- the phases, in order
@@ -153,7 +153,7 @@ class PPOTrainer(RolloutTrainer):
     def update(self) -> TrainResult:
         """All optimizer steps of the value model, then all of the policy, so that each is on the devices once.
 
-        Returns the policy's result; the value model's if the step trains it alone.
+        Returns the policy's result; the value model's if the step trains nothing else.
         """
         num_passes = self.config.ppo.ppo_epochs
         with self.phase("value_training"):

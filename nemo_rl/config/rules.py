@@ -10,7 +10,7 @@ A configuration model holds a table from rule to message, which the loader evalu
 A rule is `[key:] condition [requires|excludes condition]`. It is violated when its condition holds and the required one
 does not, or the excluded one does too. `key`, by default the first of the condition, is the one that is reported.
 
-A condition is a key alone (`enabled`, `not enabled`: any value but null, false, 0 and empty ones) or a comparison
+A condition is a single key (`enabled`, `not enabled`: any value but null, false, 0 and empty ones) or a comparison
 (`dim > 8`, `optimizer=[sgd, muon]`, `min_lr < {lr}`, `modules has mlp`; null is neither above nor below anything), or
 several, joined by ` and `.
 
@@ -85,7 +85,7 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        defer_build=True,  # built when a configuration is loaded: --help shows the fields alone
+        defer_build=True,  # built when a configuration is loaded: --help shows only the fields
         extra="forbid",
         frozen=True,
         strict=True,
@@ -117,7 +117,7 @@ class StrictModel(BaseModel):
         return section
 
     def name_as_written(self, values: Mapping[str, Any]) -> None:
-        """Name keys as `values`, from which this section is made, has them: an item alone has no index of a list."""
+        """Name keys as `values`, from which this section is made, has them: a single item has no index of a list."""
         for name, value in self.__dict__.items():
             given = values.get(name)
             if isinstance(value, StrictModel) and isinstance(given, Mapping):

@@ -127,7 +127,7 @@ _OF_SGLANG = "generation.sglang_cfg"
 _ASYNC, _LIMITS = "grpo.async_grpo", "vllm_kwargs.limit_mm_per_prompt"
 VALUES: Rules = {
     "loop.val_period: val_period=-1 -> 0": "-1 is 0 today: no validation between the first and the last step",
-    f"loop.max_num_epochs: max_num_epochs=-1 -> {MANY_STEPS}": "-1: its steps alone end the run",
+    f"loop.max_num_epochs: max_num_epochs=-1 -> {MANY_STEPS}": "-1: only its steps end the run",
     "ppo.adv_estimator.length_adaptive_alpha: ppo.adv_estimator.length_adaptive_alpha=0 -> null": (
         "0 is null today: lambda does not depend on the length"
     ),
@@ -251,7 +251,7 @@ VALUES_OF_THEIRS: Rules = {
     "{enabled: true, reward_model_type: regression}": "a value model has a head with one number per token",
     "policy.generation.vllm_cfg.enable_prefix_caching: policy.router_replay.enabled and "
     "policy.generation.vllm_cfg.enable_prefix_caching=false -> true": (
-        "true: engines here return the experts of tokens, those of cached prefixes too, with a prefix cache alone"
+        "true: engines here return the experts of tokens, those of cached prefixes too, only with a prefix cache"
     ),
     f"policy.draft.enabled: policy.draft.enabled and policy.megatron_cfg.enabled and "
     f"policy.generation.{_SPECULATION}.model -> false": (
@@ -262,7 +262,7 @@ VALUES_OF_THEIRS: Rules = {
     "-> false": "false: it weights the KL of the loss, and the KL is in the reward",
     **{
         f"{loop}.batch_multiplier: {loop}.batch_multiplier != 1 and not {loop}.use_dynamic_sampling -> 1.0": (
-            "1: it counts for dynamic sampling alone"
+            "1: it counts only for dynamic sampling"
         )
         for loop in ("grpo", "ppo")
     },
@@ -319,7 +319,7 @@ DIFFERENCES = {
     ),
     "dpo and dpo.reference_policy_kl_penalty=0": (
         "dpo.reference_policy_kl_penalty",
-        "with 0 the preference loss is constant, and the SFT term alone trains",
+        "with 0 the preference loss is constant, and only the SFT term trains",
     ),
     "eval.metric=cons@k": ("eval.metric", "NeMo RL gives a tied vote to the first answer, and here each has its share"),
 }
@@ -357,7 +357,7 @@ class Foreign:
 
     key: str
     neutral: Neutral
-    is_ours: bool = False  # a key of this library whose other values are NeMo RL's; other rows leave our keys alone
+    is_ours: bool = False  # a key of this library whose other values are NeMo RL's; other rows do not touch our keys
 
 
 _nothing, _is_true = one_of(None, False), one_of(True, None)
@@ -382,7 +382,7 @@ def _keys(*keys: str, under: str = "", neutral: Neutral = _nothing) -> tuple[For
 
 
 def _without(key: str, *values: str) -> Foreign:
-    """A key of this library that has these values in NeMo RL alone."""
+    """A key of this library that has these values only in NeMo RL."""
     return Foreign(key, lambda value: value not in values, is_ours=True)
 
 
@@ -689,7 +689,7 @@ SIGNS_OF_MAIN = (
     *("loop.val_start_at", "reward_penalties", "generation.val_temperature", "generation.refit_transport"),
     *("generation.real_quant_export_cpu_offload",),
 )
-"""Keys that NeMo RL has after v0.7 alone: an unknown key beside them may be newer than this table."""
+"""Keys that NeMo RL has only after v0.7: an unknown key beside them may be newer than this table."""
 
 DECIDES = {
     "NeMo-Gym": ("data", "env", *LOOPS, "policy.generation"),

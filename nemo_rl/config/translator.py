@@ -258,7 +258,7 @@ class Translator:
     def settle(self, keys: Collection[str]) -> list[Problem]:
         """Translate values, and take keys of NeMo RL out of the tree. Returns the missing features as problems.
 
-        `keys`: the dotted keys of this library's configuration, which rows of the table leave alone as a rule.
+        `keys`: the dotted keys of this library's configuration, which rows of the table do not touch as a rule.
         """
         values = self.tree.values
         off = [
@@ -458,7 +458,7 @@ class Translator:
         return Problem(paths[0], text, self.tree.location(paths[0]))
 
     def newer(self) -> list[Problem]:
-        """A line to go with unknown keys, if the file has keys that NeMo RL has after v0.7 alone."""
+        """A line to go with unknown keys, if the file has keys that NeMo RL has only after v0.7."""
         signs = [dotted(path) for pattern in table.SIGNS_OF_MAIN for _, path in places(pattern, self.written)]
         if not signs or not self.remarks:  # some of them are keys of this library, too
             return []

@@ -30,7 +30,7 @@ class PromptTexts(StrictModel):
     """Texts around every row of a dataset."""
 
     prompt_file: str | None = None
-    """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
+    """Text file with the prompt template, `{}` standing for the problem; null: only the problem."""
 
     system_prompt_file: str | None = None
     """Text file with the system prompt; null: none."""

@@ -90,7 +90,7 @@ class TaskDataSpec:
             self.tools = as_tools(tools, f"tools_file {str(self.tools_file)!r}")
 
     def fill(self, problem: str) -> str:
-        """The user's message for a problem: the template with the problem in it, or the problem alone."""
+        """The user's message for a problem: the template with the problem in it, or only the problem."""
         return problem if self.prompt is None else self.prompt.format(problem)
 
 

@@ -17,7 +17,7 @@ class BatchedCalls[Item, Result]:
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Lock() if one_at_a_time else nullcontext()
         self._waiting: list[Item] = []
         self._next: asyncio.Task[Result] | None = None  # the call that takes what waits
-        self._running: set[asyncio.Task[Result]] = set()  # the event loop alone would not keep them
+        self._running: set[asyncio.Task[Result]] = set()  # the event loop would not keep them
 
     def add(self, item: Item) -> asyncio.Task[Result]:
         """Put `item` into the next call, whose result the task has."""

@@ -83,7 +83,7 @@ def own_token() -> Path:
     if not os.access(path, os.R_OK):
         path = (in_home(".ray") or own_folder()) / "auth_token"
     if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of this user alone
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # only of this user
             file.write(secrets.token_hex(32))
             file.flush()
             with suppress(FileExistsError):  # another run has just made it

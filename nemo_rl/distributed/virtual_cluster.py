@@ -136,7 +136,7 @@ def _join(address: str) -> None:
     except (OSError, RpcError) as error:
         reason = f"it does not answer ({error})"
     raise ValueError(
-        f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of this machine alone"
+        f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of only this machine"
     )
 
 

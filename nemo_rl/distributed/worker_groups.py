@@ -218,7 +218,7 @@ class RayWorkerGroup:
         """`start_one` and `wait`: the result."""
         return self.wait([self.start_one(index, method, *args, **kwargs)])[0]
 
-    # The same calls by the method's name, with keyword arguments alone, as scripts written for NeMo RL make them.
+    # The same calls by the method's name, with only keyword arguments, as scripts written for NeMo RL make them.
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef:
         """`start_one`."""
@@ -227,7 +227,7 @@ class RayWorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *, run_rank_0_only_axes: Sequence[str] = (), **kwargs: Any
     ) -> list[ray.ObjectRef]:
-        """`start_all`, of the workers at 0 on `run_rank_0_only_axes` alone."""
+        """`start_all`, but only of the workers at 0 on `run_rank_0_only_axes`."""
         ranks = self._first_on(run_rank_0_only_axes)
         return [self.run_single_worker_single_data(method_name, rank, **kwargs) for rank in ranks]
 

@@ -86,7 +86,7 @@ class EnvironmentClient:
 
     Requests that arrive during a call to the actor wait, and are sent as one batch after it.
     A batch whose actor died is sent once more. A batch that the environment refuses (it raises, or returns wrong
-    shapes) is sent again one conversation at a time, so that one bad conversation fails alone; a batch of one too, so
+    shapes) is sent again one conversation at a time, so that only a bad conversation fails; a batch of one too, so
     that no outcome depends on which requests arrive together. An environment without `may_repeat_step` gets no batch
     twice: either event fails the batch as a whole. So does a batch that takes longer than `step_timeout_s`, and then
     the actor is restarted.

@@ -140,7 +140,7 @@ class PythonToolsEnvironmentConfig(ProgramsConfig):
     """How an answer is compared with the expected one."""
 
     published_rules: bool = False
-    """Judge as published numbers were judged: by math-verify alone, by the rule of the DAPO paper, or by those of
+    """Judge as published numbers were judged: only by math-verify, by the rule of the DAPO paper, or by those of
     simple-evals for multiple choice. false: with our corrections (`docs/environments/math.md`)."""
 
     verify_timeout_s: float = Field(default=5.0, gt=0)
@@ -478,7 +478,7 @@ class MathEnvironmentConfig(StrictModel):
     """The kind of the expected answer."""
 
     published_rules: bool = False
-    """Judge as published numbers were judged: by math-verify alone, by the rule of the DAPO paper, or by those of
+    """Judge as published numbers were judged: only by math-verify, by the rule of the DAPO paper, or by those of
     simple-evals for multiple choice. false: with our corrections (`docs/environments/math.md`)."""
 
     verify_timeout_s: float = Field(default=5.0, gt=0)

@@ -114,6 +114,6 @@ def _row(known: Any) -> ReasoningGymMetadata:
     if not isinstance(known, Mapping) or not {"task", "settings", "item"} <= known.keys():
         raise ValueError(
             "the environment reasoning_gym scores rows of the dataset reasoning_gym, with their items as metadata: set "
-            "processor: episode_processor, and this environment for that dataset alone"
+            "processor: episode_processor, and this environment only for that dataset"
         )
     return ReasoningGymMetadata(task=known["task"], settings=known["settings"], item=known["item"])

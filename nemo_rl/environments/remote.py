@@ -352,7 +352,7 @@ Request = StepRequest | MetricsRequest
 
 
 class EnvironmentServer:
-    """Serves one environment: one call at a time, as an actor does. Conversations that it cannot answer fail alone.
+    """Serves one environment: one call at a time, as an actor does. Only conversations that it cannot answer fail.
 
     A request that comes again within `REMEMBERED_S` seconds gets its first answer.
     """

@@ -40,7 +40,7 @@ class Actors(BaseModel):
     """Actors that share the episodes. An episode stays on one actor; a slow batch delays only that actor."""
 
     py_executable: PyExecutable | None = None
-    """The Python of the actors, which alone import the environment: packages to add (a list, or a file of
+    """The Python of the actors, the only processes that import the environment: packages to add (a list, or a file of
     requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's."""
 
     raw_text: bool = False

@@ -132,7 +132,7 @@ class EvalDatasetConfig(StrictModel):
     """Further arguments of the dataset, e.g. `{num_samples: 1000}` of the generated `arithmetic` dataset."""
 
     prompt_file: Annotated[str | None, Derived("${data.prompt_file}")] = None
-    """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
+    """Text file with the prompt template, `{}` standing for the problem; null: only the problem."""
 
     system_prompt_file: Annotated[str | None, Derived("${data.system_prompt_file}")] = None
     """Text file with the system prompt; null: none."""
@@ -160,7 +160,7 @@ class EvalDataConfig(EvalDatasetConfig):
     """The problems: one dataset, or several under `datasets`, and the texts around each problem."""
 
     prompt_file: str | None = None
-    """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
+    """Text file with the prompt template, `{}` standing for the problem; null: only the problem."""
 
     system_prompt_file: str | None = None
     """Text file with the system prompt; null: none."""
@@ -185,10 +185,10 @@ class EvalDataConfig(EvalDatasetConfig):
             "name a dataset, e.g. dataset_name: math500, or a file: dataset_name: my_rows.jsonl; or several datasets"
         ),
         **{
-            f"{key} and datasets": "counts for dataset_name alone; set it in each of the datasets that need it"
+            f"{key} and datasets": "counts only for dataset_name; set it in each of the datasets that need it"
             for key in ("processor", "env_name", "download_dir")
         },
-        "repeat > 1 and datasets": "counts for dataset_name alone; set it in each of the datasets that need it",
+        "repeat > 1 and datasets": "counts only for dataset_name; set it in each of the datasets that need it",
     }
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:

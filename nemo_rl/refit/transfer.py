@@ -44,7 +44,7 @@ class Sender(ABC):
 
     Every rank must call `pack` for every bucket, because packing gathers over ranks. Ranks without a buffer only take
     part in that. The first rank of each node has a buffer (`packed_shm`), every rank for its own GPU (`packed_ipc`), or
-    rank 0 alone (`packed_collective`, which meets at `rendezvous`).
+    only rank 0 (`packed_collective`, which meets at `rendezvous`).
 
     Floating-point tensors are cast to `wire_dtype` (torch's name) unless they keep their dtype. `bucket_bytes` is an
     upper limit: small models get smaller buckets.
@@ -389,7 +389,7 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self.halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of A or B alone
+        self.halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of only A or B
         self.base: dict[int, list[torch.Tensor]] = {}  # weight -> its values without adapter, in host memory
 
     @torch.no_grad()

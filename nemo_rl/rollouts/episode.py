@@ -43,7 +43,7 @@ class RenderFn(Protocol):
     """Renders the observation between two sampled turns. `num_images`: of the episode so far.
 
     The tokens also end the sampled turn if it does not end itself, as after a stop string; but for an environment with
-    `raw_text` they are the observation alone.
+    `raw_text` they are only the observation.
     """
 
     async def __call__(
@@ -238,7 +238,7 @@ def _turn(completion: Completion, step: EnvironmentStep, generation_s: float, en
 
 
 def _beginning(datum: DatumSpec, raw_text: bool) -> _Transcript:
-    """The prompt. A processor of one's own may give the rendered text of its messages alone."""
+    """The prompt. A processor of one's own may give only the rendered text of its messages."""
     log = datum["message_log"]
     texts = [message["content"] if raw_text else message.get("plain", message["content"]) for message in log]
     messages: list[Message] = [{"role": said["role"], "content": text} for said, text in zip(log, texts, strict=True)]
@@ -265,7 +265,7 @@ def _with_stop_strings(sampling: SamplingParams, stop_strings: Sequence[str] | N
 
 
 def without_reward(datum: DatumSpec, *, sample_id: str, status: SampleStatus, failure: str) -> Sample:
-    """The sample of an episode without an outcome: the prompt alone, no reward, nothing to train on."""
+    """The sample of an episode without an outcome: only the prompt, no reward, nothing to train on."""
     transcript = _Transcript(prompt_tokens(datum["message_log"]), [])
     return transcript.sample(
         SampleMeta(

@@ -163,7 +163,7 @@ class TokenizerPool:
             raise ValueError(text) from error
 
     def _start(self, worker: int) -> RayWorkerGroup:
-        # Each worker has its own group, so that it can be restarted alone.
+        # Each worker has its own group, so that it can be restarted by itself.
         return RayWorkerGroup(
             self._cluster,
             self._builder,

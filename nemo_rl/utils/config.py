@@ -317,7 +317,7 @@ class CheckpointingConfig(StrictModel):
 
     ft_keep_latest_k: int | None = Field(default=None, ge=1)
     """Latest checkpoints kept, whatever their metric; null: the latest one. With this or `ft_save_period`, `keep_top_k`
-    counts checkpoints at multiples of `save_period` alone."""
+    counts only checkpoints at multiples of `save_period`."""
 
     checkpoint_must_save_by: Annotated[str, accepted_by(parse_duration_s)] | None = None
     """Time after the start, as DD:HH:MM:SS, by which the run saves and ends; null: no limit."""

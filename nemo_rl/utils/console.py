@@ -133,7 +133,7 @@ class RunConsole:
         logging.getLogger().addHandler(self._handler)
 
     def note(self, kind: str, text: str, **more: Any) -> None:
-        """Write an event to the file alone."""
+        """Write an event only to the file."""
         if self._events is None:
             return
         event = {"time": round(time.time(), 3), "step": self._current_step, "kind": kind, "text": text, **more}

@@ -89,7 +89,7 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def hub_is_off() -> bool:
-    """Whether the user has told the libraries of the Hugging Face hub to use the cache alone."""
+    """Whether the user has told the libraries of the Hugging Face hub to use only the cache."""
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
 
 

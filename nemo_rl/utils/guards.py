@@ -1,6 +1,6 @@
 """Small processes that clean up after this one, however it ends, kill -9 included.
 
-A guard waits for the end of its process and then acts. It is a Python of 20 ms with the standard library alone.
+A guard waits for the end of its process and then acts. It is a Python of 20 ms with only the standard library.
 """
 
 import os

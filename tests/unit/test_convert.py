@@ -102,7 +102,7 @@ def test_the_command_of_nemo_rl_converts(tmp_path):
 def test_a_checkpoint_of_adapters_points_to_the_other_converter(tmp_path):
     tensors = {f"model.layers.0.q_proj.lora_{part}": torch.zeros(2, 2) for part in "AB"}
     run_world(lambda rank, world: save_tensors(tensors, tmp_path / "policy" / "weights", "torch_save"), 1)
-    with pytest.raises(ValueError, match=r"adapters alone.*convert_lora_to_hf\.py"):
+    with pytest.raises(ValueError, match=r"only adapters.*convert_lora_to_hf\.py"):
         convert(tmp_path, tmp_path / "out")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")

@@ -23,7 +23,7 @@ class DistillationLossConfig(StrictModel):
     """Weight of the forward KL in `mixed`; the reverse KL has the rest."""
 
     zero_outside_topk: bool = False
-    """false: teacher and student are compared as distributions over the teacher's largest logits alone. true: the
+    """false: teacher and student are compared as distributions over only the teacher's largest logits. true: the
     student is taken whole, and the teacher as having nothing elsewhere, so that the student's mass there costs."""
 
 
@@ -63,7 +63,7 @@ class DistillationConfig(RolloutConfig):
     """Which of `teachers` teaches which task: name of a training dataset -> name of a teacher."""
 
     teacher_resources: TeacherMachinesConfig | None = None
-    """Machines of the teachers alone; null: they take turns with the student on its machines."""
+    """Machines only for the teachers; null: they take turns with the student on its machines."""
 
 
 class TeacherConfig(SecondModelConfig):

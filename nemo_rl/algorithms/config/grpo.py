@@ -41,7 +41,7 @@ class AdvEstimatorConfig(StrictModel):
 
     rules: ClassVar = {
         "reward_weights != null requires name=gdpo": (
-            "weighs several rewards, which gdpo alone tells apart -> name=gdpo | reward_weights=null"
+            "weighs several rewards, which only gdpo tells apart -> name=gdpo | reward_weights=null"
         ),
         "std=leave_one_out excludes name=reinforce_plus_plus": "is whitened over the batch -> std=group",
     }

@@ -35,7 +35,7 @@ class GAEConfig(StrictModel):
     """Discount of later rewards."""
 
     normalize_advantages: bool = True
-    """Subtract the mean of the batch's advantages and divide by their standard deviation. Returns are left alone."""
+    """Subtract the mean of the batch's advantages and divide by their standard deviation. Returns stay as they are."""
 
     eps: float = Field(default=1.0e-6, gt=0)
     """Added to the standard deviation."""
@@ -59,7 +59,7 @@ class PPOConfig(ScoredRolloutConfig):
     """Passes over the samples of a step, of the value model and then of the policy."""
 
     policy_training_start_step: int = Field(default=0, ge=0)
-    """So many first steps train the value model alone."""
+    """So many first steps train only the value model."""
 
     adv_estimator: GAEConfig = GAEConfig()
     """How rewards and values become advantages."""

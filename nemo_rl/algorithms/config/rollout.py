@@ -554,7 +554,7 @@ class RolloutMasterConfig(RunConfig):
             tensor = max(part for part in range(1, per_node + 1) if part <= wide and per_node % part == 0)
             sizes = {engine.tensor_key: (wide, tensor), engine.pipeline_key: (deep, per_node // tensor)}
             fits = " and ".join(f"{engine.key(name)}={new}" for name, (old, new) in sizes.items() if name and new < old)
-            # Pipeline stages alone may be on different nodes, and of engines on devices of their own.
+            # Only pipeline stages may be on different nodes, and of engines on devices of their own.
             fix = remedy(fits, *([self.devices_apart] if wide <= per_node else []))
             text = f"an engine of {text} spans nodes of {per_node} {kind}, and it must fit one"
             yield key, f"not supported yet: {text}; {fix} (engines over nodes)"

@@ -136,7 +136,7 @@ class DPOLossConfig(StrictModel):
 
     reference_policy_kl_penalty: float = Field(default=0.05, ge=0)
     """Beta: how strongly the policy is held to the reference policy (IPO calls it tau). With 0 the preference loss is
-    constant, and the SFT term alone trains."""
+    constant, and only the SFT term trains."""
 
     preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """`sigmoid`: DPO (with `label_smoothing`: cDPO); `ipo`: squared distance to a fixed margin, always with average

@@ -42,7 +42,7 @@ def make_loss(cfg: LossConfig, section: Any) -> LossFunction:
 
 
 def _checked(loss: Any, what: str, usual_inputs: type[LossInputs]) -> LossFunction:
-    call: Any = loss  # what a class of the user's has is seen here alone
+    call: Any = loss  # what a class of the user's has is seen only here
     if not callable(loss):
         raise ValueError(f"{what} has no __call__(outputs, inputs, global_valid_seqs, global_valid_toks)")
     parameters = inspect.signature(loss).parameters

@@ -291,7 +291,7 @@ def _by_elimination(e: Evidence) -> _Explanations:
         yield (
             Cause.POSITIONS,
             f"settings of positions differ: {shown} ({first})",
-            "set them in policy.hf_config_overrides alone, and in no argument of the engine",
+            "set them only in policy.hf_config_overrides, and in no argument of the engine",
         )
     if e.first_token_alone <= EXPLAINED * e.last_quarter:
         compared = "two implementations of attention agree in training, so it is generation's attention,"

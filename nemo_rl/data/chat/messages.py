@@ -144,7 +144,7 @@ class ObservationRenderer:
     These are what the chat template writes from the end of the assistant's content to the next answer: the end-of-turn
     token (unless the model has sampled it), the observation, and the header of the answer. A role that the template
     refuses or omits (many do not know "environment") is rendered as a user message. With `raw_text` these are the
-    tokens of the observation alone.
+    only the tokens of the observation.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -180,7 +180,7 @@ class ObservationRenderer:
         content, num_images = text_or_parts(content), len(image_parts(content))
         if self.images is None:
             if num_images:
-                raise ValueError("an observation has images, and the model reads text alone")
+                raise ValueError("an observation has images, and the model reads only text")
             return content
         most = self.images.max_images
         if num_images and most is not None and num_before + num_images > most:
@@ -247,7 +247,7 @@ def batched_message_log_to_flat_message(
 ) -> tuple[BatchedDataDict[Any], torch.Tensor]:
     """One right-padded batch of conversations: tensors [B, S] and lists by key, and lengths int32 [B].
 
-    A key that only some conversations have is padding alone, or None in a list, for the others. The batch is empty if
+    A key that only some conversations have is only padding, or None in a list, for the others. The batch is empty if
     no message has `token_ids`. ValueError for a key whose tensors have several dtypes.
     """
     if not any("token_ids" in message for log in message_logs for message in log):

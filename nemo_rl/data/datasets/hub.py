@@ -187,7 +187,7 @@ def _is_wanted(
 
 @dataclass(frozen=True, kw_only=True)
 class HubExamples(HubTable):
-    """Conversations, questions about images, or preferences; of these, other sections get the preferred answer alone.
+    """Conversations, questions about images, or preferences; of these, other sections get only the preferred answer.
 
     Images are in the first column, and stay as the table has them, the bytes of a file or its path: the process that
     tokenises the row reads them.

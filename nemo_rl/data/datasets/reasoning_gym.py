@@ -48,7 +48,7 @@ class _Task(StrictModel):
 
 
 def _named(tasks: Any) -> Any:
-    """A name alone, or names in a list, as a mapping; and a name without settings."""
+    """A single name, or names in a list, as a mapping; and a name without settings."""
     names = [tasks] if isinstance(tasks, str) else tasks
     if isinstance(names, list):
         return {name: {} for name in names}

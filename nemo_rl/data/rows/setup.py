@@ -172,7 +172,7 @@ class RowReader:
         """The result of the task's processor for the completed row, and the pixels of the row's images by digest.
 
         Raises ValueError, naming the row, for a row that could not be read or converted, a missing column, an image
-        that cannot be read, images for a model that reads text alone, and everything that the processor refuses.
+        that cannot be read, images for a model that reads only text, and everything that the processor refuses.
         """
         task = self.tasks[prompt.task_name]
         if BAD_ROW in prompt.row:
@@ -180,7 +180,7 @@ class RowReader:
         try:
             if self.images is None and has_images(prompt.row):
                 raise ValueError(
-                    "it has images, and the model reads text alone: set policy.model_name to a vision-language model, "
+                    "it has images, and the model reads only text: set policy.model_name to a vision-language model, "
                     "such as Qwen/Qwen2.5-VL-3B-Instruct"
                 )
             row, pixels = self.images.read(prompt.row) if self.images is not None else (prompt.row, {})

@@ -1,6 +1,6 @@
 """A cache of tokenised rows on disk, for all processes, epochs and runs. The key is the content of the row.
 
-It holds tokens alone. A row with images stays out: what it becomes depends on files and servers, too.
+It holds only tokens. A row with images stays out: what it becomes depends on files and servers, too.
 """
 
 import datetime

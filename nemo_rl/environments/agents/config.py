@@ -48,7 +48,7 @@ class AgentEnvironmentConfig(ActorsConfig):
     into no other process; so it finds no other session's key. Needs Landlock (Linux 5.13)."""
 
     network: bool = True
-    """A `command` has the network. false: it connects to the port of its session alone. Needs Linux 6.7."""
+    """A `command` has the network. false: it connects only to the port of its session. Needs Linux 6.7."""
 
     paths: list[str] = Field(default_factory=list)
     """Further files and folders that an isolated `command` may read, run and change."""
@@ -83,9 +83,9 @@ class AgentEnvironmentConfig(ActorsConfig):
     session: SessionConfig = SessionConfig()
 
     rules: ClassVar = {
-        "network: not network and not isolate": "is kept from isolated commands alone -> isolate=true",
+        "network: not network and not isolate": "is kept only from isolated commands -> isolate=true",
         "paths requires isolate": "are of isolated commands -> isolate=true",
-        "not network requires command": "is kept from commands alone; leave it out",
+        "not network requires command": "is kept only from commands; leave it out",
         "paths requires command": "are of commands; leave them out",
         "env_vars requires command": "are of commands; leave them out",
         "memory_mib requires command": "limits commands; leave it out",

@@ -1,6 +1,6 @@
 """Starts agents, one for each episode, beside each other: a Python callable, a command, or a service behind HTTP.
 
-A callable runs in the process of this actor. One that does not return is left alone when its time is over: its session
+A callable runs in the process of this actor. One that does not return is given up when its time is over: its session
 is closed, and its next call of the model raises. A command is a process of its own, with a folder of its own; it is
 ended with all processes of its group.
 """

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# First: a line in fences is no block. A line of tildes alone may underline a heading.
+# First: a line in fences is no block. A line of only tildes may underline a heading.
 _FENCE = (
     r"```+[^`\n]+```+|(?P<fence>```+)(?P<language>[^`\n]*)(?:\n|\Z)"
     r"|^[^\S\n]*+(?P<tildes>~~~+)(?P<of_tildes>[^\S\n]*[\w{][^\n]*)(?:\n|\Z)"

@@ -113,7 +113,7 @@ class MathMultiRewardEnvironment(MathEnvironment):
         return result._replace(rewards=rewards, metrics=metrics)
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
-        """Metrics as in mathematics, of the reward `correct` alone, which is in the samples' `metrics` (list of B)."""
+        """Metrics as in mathematics, of the single reward `correct`, which is in the samples' `metrics` (list of B)."""
         if not all("correct" in sample for sample in batch["metrics"]):  # samples of a checkpoint without metrics
             return batch, {}
         correct = torch.tensor([sample["correct"] for sample in batch["metrics"]])

@@ -84,7 +84,7 @@ class EngineConfig(StrictModel):
     takes_drafts: ClassVar[bool] = False
     """Whether `speculative_config` of the further arguments is speculative decoding."""
 
-    # Rules (see `nemo_rl.config.rules`), all of which hold for this engine alone. `@` stands for the key of generation.
+    # Rules (see `nemo_rl.config.rules`), all of which hold only for this engine. `@` stands for the key of generation.
     generation_rules: ClassVar[Rules] = {}  # of `generation`
     policy_rules: ClassVar[Rules] = {}  # of a policy that generates
     run_rules: ClassVar[Rules] = {}  # of a whole run or evaluation

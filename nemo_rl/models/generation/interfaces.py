@@ -123,7 +123,7 @@ class EngineWorkerInterface(GenerationWorkerInterface):
 
 
 class GenerationInterface(ABC):
-    """Replicas of an engine that completes token sequences. Each replica is a worker group, so it can restart alone.
+    """Replicas of an engine that completes token sequences. Each is a worker group, so it can restart by itself.
 
     Clients send requests to `workers` themselves; see `GenerationWorkerInterface`.
 

@@ -45,7 +45,7 @@ PACKABLE_ARCHITECTURES = frozenset({
     "smollm3", "solar_open", "starcoder2",
 })
 # fmt: on
-"""`model_type` of the architectures of transformers in which attention alone mixes tokens."""
+"""`model_type` of the architectures of transformers in which only attention mixes tokens."""
 
 OTHER_MIXERS = {
     "llama4_text": "Llama4TextAttention",

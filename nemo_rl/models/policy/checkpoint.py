@@ -184,7 +184,7 @@ def load_optimizer(
 ) -> int:
     """Restore the optimizer of the parameters in `tensors`, and the scheduler, from `directory/optimizer`. Collective.
 
-    `with_schedule=False` leaves the scheduler alone. Returns the number of its steps until the checkpoint.
+    `with_schedule=False` does not touch the scheduler. Returns the number of its steps until the checkpoint.
 
     Raises:
         CheckpointError: another kind of optimizer or schedule saved them.

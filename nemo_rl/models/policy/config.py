@@ -86,7 +86,7 @@ class LoRAConfig(StrictModel):
     """Names of linear layers to adapt: the last part (`q_proj`) or a pattern of the full name (`*.self_attn.*`)."""
 
     exclude_modules: list[str] = Field(default_factory=list)
-    """Names of linear layers to leave alone, written like `target_modules`."""
+    """Names of linear layers that get no adapter, written like `target_modules`."""
 
     match_all_linear: bool = True
     """Adapt every linear layer but the output head; `target_modules` must be empty then."""

@@ -164,7 +164,7 @@ def _policy_of_run(config: Path) -> dict[str, Any]:
 
 
 def find_source(checkpoint: Path) -> Source:
-    """The weights that `checkpoint` means. ValueError if there are none, or adapters alone."""
+    """The weights that `checkpoint` means. ValueError if there are none, or only adapters."""
     checkpoint = _without_iteration(checkpoint)
     if checkpoint.name.startswith("tmp_step_"):
         raise ValueError(f"{checkpoint} was never finished; give a step_N directory")
@@ -198,7 +198,7 @@ def _without_iteration(path: Path) -> Path:
 
 def _only_adapters(directory: Path) -> ValueError:
     return ValueError(
-        f"{directory} holds adapters alone (dtensor_cfg.lora_cfg, megatron_cfg.peft); "
+        f"{directory} holds only adapters (dtensor_cfg.lora_cfg, megatron_cfg.peft); "
         "examples/converters/convert_lora_to_hf.py merges them into their base model"
     )
 

@@ -540,7 +540,7 @@ def predict_training(
     device: str = "",
     rank: int | None = None,
 ) -> list[Phase]:
-    """The phases of a model, with the memory of one device in each: without training, the first alone.
+    """The phases of a model, with the memory of one device in each: without training, only the first.
 
     Args:
         sequences: of a sample; two of a pair.

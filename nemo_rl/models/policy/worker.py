@@ -151,7 +151,7 @@ class PolicyWorker(PolicyWorkerInterface):
         """The images of a micro-batch; None for a model of text, which refuses rows with images."""
         if any(row.images for row in rows):
             raise ValueError(
-                f"{self.config.key('model_name')}={self.config.model_name!r} reads text alone, and rows have images; "
+                f"{self.config.key('model_name')}={self.config.model_name!r} reads only text, and rows have images; "
                 "name a vision-language model, or leave these rows out"
             )
         return None

@@ -80,7 +80,7 @@ class Agents:
             ValueError: the prompt has images, which agents do not get; the address of sessions cannot be used.
         """
         if datum.get("images"):
-            raise ValueError(f"prompt {prompt.prompt_id} has images, and agents get text alone; use an environment")
+            raise ValueError(f"prompt {prompt.prompt_id} has images, and agents get only text; use an environment")
         session = Session(
             self.settings.answers,
             generate=generate,

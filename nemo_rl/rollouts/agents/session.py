@@ -5,7 +5,7 @@
     POST /s/<session>/reward     {"reward": 1.0}, of the episode; with "answer": <id of an answer>, of that one, with
                                  "role": <name>, of that role
 
-Without `/s/<session>` the key alone says which session it is, for clients whose URL cannot change; those that cannot
+Without `/s/<session>` only the key says which session it is, for clients whose URL cannot change; those that cannot
 change their headers send it in the request, as `"metadata": {"nemo_rl_key": key}`. A session ends with its agent. Later
 requests are answered with status 410.
 """

@@ -184,7 +184,7 @@ class CheckpointManager:
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Keep the best `keep_top_k` by `metric_name`, and the latest one or `ft_keep_latest_k`.
 
-        All are kept if both are None. With `ft_*` keys, `keep_top_k` counts multiples of `save_period` alone (None: all
+        All are kept if both are None. With `ft_*` keys, `keep_top_k` counts only multiples of `save_period` (None: all
         of these). On ties, and without a metric, newer is better. Damaged checkpoints are neither counted nor removed.
         """
         num_latest = self._cfg.ft_keep_latest_k

@@ -64,7 +64,7 @@ ENGINE.logprobs_mode=raw_logprobs & GENERATION.top_p=0.9 -> before top_p, which 
 GENERATION.bad_words=[no] & GENERATION.backend=hf -> not supported yet: texts that are never sampled
 GENERATION.top_p=0.9 & loss_fn.use_kl_in_reward=true & grpo.adv_estimator.name=reinforce_plus_plus
     -> loss_fn.use_kl_in_reward ... not supported yet: the KL in the reward
-grpo.adv_estimator.reward_weights=[1, 2] -> weighs several rewards, which gdpo alone tells apart
+grpo.adv_estimator.reward_weights=[1, 2] -> weighs several rewards, which only gdpo tells apart
 grpo.adv_estimator={name: gdpo, reward_weights: [1, 2]} -> fine
 ALONE -> grpo.num_generations_per_prompt ... a group of 1 has no advantage; set grpo.num_generations_per_prompt=2, or
 ALONE & grpo.use_leave_one_out_baseline=false -> grpo.num_generations_per_prompt ... a group of 1 has no advantage
@@ -196,7 +196,7 @@ policy.router_replay.enabled=true & GENERATION.backend=megatron
 policy.router_replay.enabled=true & GENERATION.vllm_cfg.enable_prefix_caching=false
     -> only with a prefix cache; set ENGINE.enable_prefix_caching=true
 policy.router_replay.enabled=true & GENERATION.vllm_cfg.pipeline_parallel_size=2 & GPUS=2
-    -> engines of one stage alone return the experts of tokens
+    -> only engines of one stage return the experts of tokens
 GENERATION.backend=megatron & +GENERATION.mcore_generation_config.num_speculative_tokens=2 -> not supported yet
 policy.logprob_chunk_size=1024 & CFG.linear_ce_fusion_chunk_size=512 -> is not policy.logprob_chunk_size=1024
 GPUS=8 & CFG.tensor_model_parallel_size=4 & CFG.pipeline_model_parallel_size=3

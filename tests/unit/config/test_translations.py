@@ -512,7 +512,7 @@ REMARKS = """
 sft: {val_period: 0} & policy: {model_name: Qwen/Qwen2.5-0.5B} & data: {train: {dataset_name: squad}}
     -> also trains the newline
 dpo: {reference_policy_kl_penalty: 0, sft_loss_weight: 1.0, val_period: 0} & policy: {model_name: m}
-    & data: {train: {dataset_name: HelpSteer3}} -> the SFT term alone trains
+    & data: {train: {dataset_name: HelpSteer3}} -> only the SFT term trains
 grpo: {} & loss_fn: {truncated_importance_sampling_type: seq-mask-tis} -> here the step is skipped
 grpo: {} & data: {train: {dataset_name: AIME2024, split_validation_size: 2}} -> data.train.dataset_name: is read once
 grpo: {reward_shaping: {enabled: true}} -> grpo.reward_shaping: the overlong penalty

@@ -134,10 +134,10 @@ VIDEO = {"type": "video", "video": "a", "text": None}
         (True, parts(DRAWN, DRAWN, DRAWN), "row rows:7: 3 images, more than data.max_images=2"),
         (True, parts((Image.new("RGB", (4000, 4)),)), "row rows:7: an image of 4000x4 pixels does not suit the model"),
         (True, [*parts(DRAWN), VIDEO], "row rows:7: a content has a part of type 'video'"),
-        (False, parts(DRAWN), "row rows:7: it has images, and the model reads text alone"),
+        (False, parts(DRAWN), "row rows:7: it has images, and the model reads only text"),
         # what an environment says
         (True, [user(parts(DRAWN, DRAWN))], "3 images in one episode, more than data.max_images=2"),
-        (False, [user(parts(DRAWN))], "an observation has images, and the model reads text alone"),
+        (False, [user(parts(DRAWN))], "an observation has images, and the model reads only text"),
     ],
 )
 def test_what_cannot_be_shown_is_named(reads, content, message, model):

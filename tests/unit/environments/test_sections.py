@@ -24,7 +24,7 @@ agent: {run: 'm:f', raw_text: true} -> raw_text: no effect: sessions of agents r
 mcp: {servers: {a: {command: x}}, environment: {type: retrieval, dataset_name: c.csv, raw_text: true}}
     -> environment.raw_text: has no effect here; set it in the section of type mcp itself
 agent: {command: [x], isolate: false, network: false} -> set isolate=true
-agent: {run: 'm:f', network: false} -> network: is kept from commands alone
+agent: {run: 'm:f', network: false} -> network: is kept only from commands
 agent: {run: 'm:f', roles: {a b: null}} -> 'a b' is no name of a role
 agent: {run: 'm:f', roles: {a: null}, credit: discounted, discount: 0.5} -> set credit=shared, or credit=branch
 python_tools: {tools: [calc]} -> there is no tool 'calc'

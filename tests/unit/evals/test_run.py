@@ -62,10 +62,10 @@ generation.num_prompts_per_step=0 -> num_prompts_per_step ... must be 1 or more,
 data.dataset_name=null -> data.dataset_name ... name a dataset
 data.datasets=[{dataset_name: gsm8k}] -> data.datasets ... both set
 data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.env_name=math
-    -> data.env_name ... counts for dataset_name alone
+    -> data.env_name ... counts only for dataset_name
 data.dataset_name=gsm8k & data.solution_key=a -> data.solution_key ... gsm8k has columns of its own
 data.dataset_name=null & data.datasets=[{dataset_name: gsm8k}] & data.repeat=2
-    -> data.repeat ... counts for dataset_name alone
+    -> data.repeat ... counts only for dataset_name
 data.env_name=mth -> data.env_name ... no section env.mth; did you mean math?
 data.dataset_name=HumanEval -> no environment judges the answers of HumanEval: ... '+env.code={type: code}'
 data.dataset_name=mmlu & ~env.multichoice -> no environment judges the answers of mmlu: add

@@ -414,7 +414,7 @@ def test_a_model_of_text_refuses_rows_with_images(llama, model):
     def score(rank: int, world: int) -> None:
         worker = DTensorPolicyWorker(policy_config(), worker_settings(llama))
         load_step(worker, groups_with_images(*model[1:]))
-        with pytest.raises(ValueError, match=r"policy\.model_name='unused' reads text alone, and rows have images"):
+        with pytest.raises(ValueError, match=r"policy\.model_name='unused' reads only text, and rows have images"):
             worker.compute(Logprobs(), "prev_logprobs")
 
     run_world(score, 1)

@@ -196,8 +196,9 @@ def restrict(
     """Restrict this process to reading `readable`, changing `writable` (directories and files) and using `devices`.
 
     With `runs_programs` it may also run what it reads, and make files of every kind. It sees the memory and the
-    environment of no process outside. `ports`: of TCP, to which alone it connects, from version 4 of Landlock on; None:
-    it has the network. From version 6 on it has no abstract sockets of and no signals to others. Needs `no_new_privs`.
+    environment of no process outside. `ports`: the only TCP ports to which it connects, from version 4 of Landlock on;
+    None: it has the network. From version 6 on it has no abstract sockets of and no signals to others. Needs
+    `no_new_privs`.
     """
     read, use = _READ, _READ_FILE | _WRITE_FILE
     change = _READ | _WRITE_FILE | _REMOVE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE

@@ -160,7 +160,7 @@ class VllmConfig(EngineConfig):
             "fp8 runs on GPUs only -> @.vllm_cfg.precision={policy.precision}"
         ),
         "@.vllm_cfg.pipeline_parallel_size > 1 and policy.router_replay.enabled requires rollout.replay_from": (
-            "engines of one stage alone return the experts of tokens, which policy.router_replay.enabled=true needs -> "
+            "only engines of one stage return the experts of tokens, which policy.router_replay.enabled=true needs -> "
             "@.vllm_cfg.pipeline_parallel_size=1 | policy.router_replay.enabled=false"
         ),
         "@.vllm_cfg.enable_prefix_caching=false and policy.router_replay.enabled and cluster.use_gpus requires "

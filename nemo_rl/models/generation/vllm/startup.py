@@ -172,7 +172,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if is_latent:
         arguments = latent | arguments
     if text.get("model_type") == "llama4_text":
-        # vLLM's Llama 4 reads it from here alone, and otherwise scales queries only above 32768 positions.
+        # vLLM's Llama 4 reads it only from here, and otherwise scales queries only above 32768 positions.
         tuning = {"attn_temperature_tuning": text.get("attn_temperature_tuning", True)}
         arguments["override_generation_config"] = tuning | cfg.vllm_kwargs.get("override_generation_config", {})
     if settings.draft is not None:

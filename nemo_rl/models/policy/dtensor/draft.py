@@ -245,7 +245,7 @@ class PredictionHead(nn.Module):
     As in vLLM, the embedding beside the first state of a sequence counts as zero if the head is one more layer.
     """
 
-    indices = (1,)  # of `PolicyStates` of the policy's last norm alone
+    indices = (1,)  # of `PolicyStates` with only the policy's last norm
 
     def __init__(self, policy: PretrainedConfig, dtype: torch.dtype, mesh: ParallelMesh) -> None:
         super().__init__()

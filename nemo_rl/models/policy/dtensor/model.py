@@ -276,7 +276,7 @@ def exported_of(root: Any, merged: bool = True) -> Iterator[ExportedTensor]:
 def _adapted(
     name: str, module: lora.LoRALinear, attribute: str, names: ExpertNames, merged: bool
 ) -> Iterator[ExportedTensor]:
-    """The weight of an adapted layer with its adapter merged in, or W, A or (alpha / r) B alone."""
+    """The weight of an adapted layer with its adapter merged in, or one of W, A and (alpha / r) B."""
     weight = names.stored_name(f"{name.rpartition('.')[0]}.weight")
     is_adapter = lora.is_adapter(attribute)
     if merged and is_adapter:

@@ -101,7 +101,7 @@ def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[Any, str]:
 
 
 def _in_one_stage(config: DTensorConfig) -> str:
-    """The remedy for a model that cannot be split into stages: the schedule has a meaning with stages alone."""
+    """The remedy for a model that cannot be split into stages: the schedule has a meaning only with stages."""
     alone = [f"{config.key('pipeline')}={{schedule:1f1b,stages_per_rank:1}}"] * (config.pipeline.stages_per_rank > 1)
     return remedy(" and ".join([*alone, f"{config.key('pipeline_parallel_size')}=1"]))
 

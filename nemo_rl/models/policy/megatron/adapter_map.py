@@ -154,7 +154,7 @@ def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Ten
 
 WITH_ADAPTERS = {
     "freeze_moe_router: model.num_experts and not freeze_moe_router": (
-        "{model.key}.enabled=true trains adapters alone -> freeze_moe_router=true and moe_router_bias_update_rate=0"
+        "{model.key}.enabled=true trains only adapters -> freeze_moe_router=true and moe_router_bias_update_rate=0"
     ),
     "moe_shared_expert_overlap excludes model.shared_experts": (
         "shared experts with adapters do not overlap; set {section}.moe_shared_expert_overlap=false, or {model.without}"

@@ -140,7 +140,7 @@ class MegatronSchedulerConfig(StrictModel):
     """How it moves from one to the other over `lr_decay_iters`."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
-    """How the learning rate falls from lr to min_lr. WSD (warm-up, stable, decay): in the last steps alone."""
+    """How the learning rate falls from lr to min_lr. WSD (warm-up, stable, decay): only in the last steps."""
 
     lr_decay_iters: int = Field(default=1000, ge=1)
     """Steps after which it has reached min_lr, warm-up included."""
@@ -209,7 +209,7 @@ class MegatronPeftConfig(StrictModel):
     full name; empty: all four."""
 
     exclude_modules: list[str] = Field(default_factory=list)
-    """Names or patterns of layers to leave alone."""
+    """Names or patterns of layers that get no adapter."""
 
     dim: int = Field(default=8, ge=1)
     """Rank of the adapters."""

@@ -191,7 +191,7 @@ class PolicyRouter(TopKRouter):
     ) -> torch.Tensor:
         """`activation`, which passes on the gradient of this rank's part of the loss over `reduce_group`'s tokens.
 
-        `valid_token_count` is not read: it counts the tokens of this rank alone.
+        `valid_token_count` is not read: it counts only the tokens of this rank.
         """
         assert self._routed is not None and self.step_tokens is not None
         tokens = self._own_positions(self._routed.is_token[0]).sum().to(aux_loss.dtype)

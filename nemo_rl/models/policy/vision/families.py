@@ -19,7 +19,7 @@ class VisionFamily:
     projector: tuple[str, ...]
     has_grid_positions: bool = False  # rotary positions of an image count its rows and columns
     pixels_dim: int = 0  # the dimension of the pixels along which images follow one another
-    sees_both_ways: bool = False  # each token of an image attends to all of that image, not to those before it alone
+    sees_both_ways: bool = False  # each token of an image attends to all of that image, not only to those before it
     patches_per_token: Callable[[Any], float] = lambda config: config.vision_config.spatial_merge_size**2
     stored_prefixes: tuple[tuple[str, str], ...] = ()
     """Of tensors outside the model, and in it; the first that fits counts. What is written and sent has the first."""
