@@ -63,10 +63,7 @@ def made_everywhere(path: Path, ensure: Callable[..., str]) -> str:
 
     Returns the path of its Python. `ensure` must be importable on the other nodes.
     """
-    force_text = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower()
-    if force_text not in ("true", "1", "false", "0", ""):
-        raise ValueError(f"NRL_FORCE_REBUILD_VENVS must be true or false, got {force_text!r}")
-    force = force_text in ("true", "1") and path not in _rebuilt
+    force = _is_rebuild_forced() and path not in _rebuilt
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         python = _ensure_on_all_nodes(path, partial(ensure, force=force))
@@ -74,6 +71,13 @@ def made_everywhere(path: Path, ensure: Callable[..., str]) -> str:
         python = ensure(force=force)
     _rebuilt.add(path)
     return python
+
+
+def _is_rebuild_forced() -> bool:
+    text = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower()
+    if text not in ("true", "1", "false", "0", ""):
+        raise ValueError(f"NRL_FORCE_REBUILD_VENVS must be true or false, got {text!r}")
+    return text in ("true", "1")
 
 
 def find_project_root() -> Path:
@@ -88,8 +92,13 @@ def find_project_root() -> Path:
     return root
 
 
-def unmet_requirements(extra: str, project_root: Path) -> list[str]:
-    """Requirements of `extra` that this process's environment does not meet: ["vllm==0.32.0 (not installed)"]."""
+def unmet_requirements(
+    extra: str, project_root: Path, version_of: Callable[[str], str] = importlib.metadata.version
+) -> list[str]:
+    """Requirements of `extra` that an environment does not meet: ["vllm==0.32.0 (not installed)"].
+
+    `version_of`: the version of a package there; by default in this process's environment.
+    """
     with open(project_root / "pyproject.toml", "rb") as file:
         project: dict[str, Any] = tomllib.load(file)["project"]
     extras = {canonicalize_name(name): requirements for name, requirements in project["optional-dependencies"].items()}
@@ -97,13 +106,13 @@ def unmet_requirements(extra: str, project_root: Path) -> list[str]:
         raise ValueError(f"{project_root / 'pyproject.toml'} has no extra {extra!r}: it has {sorted(extras)}")
     asked = map(Requirement, extras[canonicalize_name(extra)])
     for_this_machine = (one for one in asked if one.marker is None or one.marker.evaluate())
-    return [text for one in for_this_machine if (text := shortfall(one)) is not None]
+    return [text for one in for_this_machine if (text := shortfall(one, version_of)) is not None]
 
 
-def shortfall(requirement: Requirement) -> str | None:
-    """How this process's environment falls short: "vllm==0.32.0 (not installed)"; None if it meets the requirement."""
+def shortfall(requirement: Requirement, version_of: Callable[[str], str] = importlib.metadata.version) -> str | None:
+    """How an environment falls short: "vllm==0.32.0 (not installed)"; None if it meets the requirement."""
     try:
-        version = importlib.metadata.version(requirement.name)
+        version = version_of(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         return f"{requirement.name}{requirement.specifier} (not installed)"
     if requirement.specifier.contains(version, prereleases=True):
@@ -132,13 +141,26 @@ def made_environments() -> list[str]:
 def what_is_missing(extra: str) -> str | None:
     """Why no environment of `extra` can be had here; None if there is one, or uv makes it when a worker starts."""
     root = find_project_root()
-    unmet = unmet_requirements(extra, root)
-    if not unmet or (venv_path(extra, root) / _STAMP).is_file() or shutil.which("uv") is not None:
+    unmet, path = unmet_requirements(extra, root), venv_path(extra, root)
+    if not unmet or _is_rebuild_forced():
+        return None
+    if (path / _STAMP).is_file():
+        wrong = unmet_requirements(extra, root, lambda name: _version_in(path, name))
+        return f"{path} has been changed: {', '.join(wrong)}; set NRL_FORCE_REBUILD_VENVS=true" if wrong else None
+    if shutil.which("uv") is not None:
         return None
     return (
-        f"{', '.join(unmet)}; its environment {venv_path(extra, root)} is made by uv, which is not on PATH: install uv "
-        f"or the extra {extra!r} where the driver runs"
+        f"{', '.join(unmet)}; its environment {path} is made by uv, which is not on PATH: install uv or the extra "
+        f"{extra!r} where the driver runs"
     )
+
+
+def _version_in(path: Path, name: str) -> str:
+    """The version of a package in the environment `path`."""
+    pattern = f"lib/python*/site-packages/{canonicalize_name(name).replace('-', '_')}-*.dist-info"
+    for found in path.glob(pattern):
+        return found.name.removesuffix(".dist-info").rpartition("-")[2]
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:

@@ -201,7 +201,11 @@ def test_sglang_that_can_be_neither_found_nor_made_is_one_line(tmp_path: Path, m
     settings = generation_config().model_copy(update={"backend": "sglang"})
     with pytest.raises(ValueError, match=r"backend=sglang: sglang==\S+ \(not installed\); .* is made by uv"):
         SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
-    (tmp_path / "sglang").mkdir()
+    package = tmp_path / "sglang" / "lib" / "python3.12" / "site-packages" / "sglang-0.5.9.dist-info"
+    package.mkdir(parents=True)
     (tmp_path / "sglang" / venvs._STAMP).touch()
+    with pytest.raises(ValueError, match=r"sglang==\S+ \(0\.5\.9 is installed\); set NRL_FORCE_REBUILD_VENVS=true"):
+        SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
+    package.rename(package.with_name("sglang-0.5.23.dist-info"))
     SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
     assert venvs.made_environments() == ["sglang"]

@@ -24,7 +24,7 @@ _UNSUPPORTED_IN_TRAINING = {
 """What engines of SGLang cannot do -> (its name, what switches it off if anything does)."""
 
 
-def _refusals(unsupported: dict[str, tuple[str, str | None]]) -> dict[str, str]:
+def _refusals(unsupported: Mapping[str, tuple[str, str | None]]) -> dict[str, str]:
     return {
         f"{condition} and @.backend=sglang": (
             f"not supported yet: {what} with engines of SGLang -> "
