@@ -173,10 +173,9 @@ class SglangWorker(EngineWorker):
     # -- weights
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        await self._begin_session()
+        await self._open_session()
         attach = {**init_info, "transport": self._transport, "receiver": self._replica}
         await self._on_rank(SchedulerRank.attach, **attach)
-        await self._end_session()
 
     async def _prepare_update(self, *, clear_cache: bool) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -185,7 +184,6 @@ class SglangWorker(EngineWorker):
         await self._engine_call(self._manager.pause_generation(pause))
         if clear_cache and not await self._drop_cache():  # of the weights before; requests in flight begin anew
             raise RuntimeError(f"{self._name}: the KV cache could not be dropped")
-        await self._begin_session()
         await self._on_rank(SchedulerRank.begin)
 
     async def _load_bucket(self, info: dict[str, Any]) -> None:
@@ -193,7 +191,6 @@ class SglangWorker(EngineWorker):
 
     async def _activate(self, version: int) -> bool:
         await self._on_rank(SchedulerRank.finish)
-        await self._end_session()
         return True
 
     async def _continue(self) -> None:
@@ -201,20 +198,13 @@ class SglangWorker(EngineWorker):
 
         await self._engine_call(self._manager.continue_generation(ContinueGenerationReqInput()))
 
-    async def _begin_session(self) -> None:
-        """SGLang loads weights in a session only. The sender of the previous one may have died in the middle of it."""
+    async def _open_session(self) -> None:
+        """SGLang loads weights in a session only. Its begin and its end change nothing of weights on a CPU."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        await self._end_session()
-        self._in_session = True
-        await self._checked(self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
-
-    async def _end_session(self) -> None:
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
-
-        if self._in_session:
-            await self._checked(self._manager.end_weight_update(EndWeightUpdateReqInput()))
-            self._in_session = False
+        if not self._in_session:
+            self._in_session = True
+            await self._checked(self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
 
     async def _on_rank[T](self, method: Callable[..., T], **arguments: Any) -> T:
         """Call a method of `SchedulerRank` in the scheduler. Raises its error as RuntimeError."""
@@ -242,16 +232,13 @@ class SglangWorker(EngineWorker):
         return self._manager.model_config.hf_text_config.to_dict()
 
     async def begin_comparison(self) -> list[str | None]:
-        await self._begin_session()
         return [await self._on_rank(SchedulerRank.begin_comparison)]
 
     async def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
         await self._on_rank(SchedulerRank.compare_bucket, bucket=bucket, fingerprints=fingerprints.hex())
 
     async def end_comparison(self) -> list[dict[str, float]]:
-        differences = await self._on_rank(SchedulerRank.end_comparison)
-        await self._end_session()
-        return [differences]
+        return [await self._on_rank(SchedulerRank.end_comparison)]
 
     # -- device
 
