@@ -40,7 +40,7 @@ def join(rank: int, world_size: int, objects: Path | None = None) -> None:
     dist.new_group = torch.distributed.new_group = _all_fake(dist.new_group)
     dist.all_gather_object = _all_like_own if objects is None else _exchanged(objects)
     dist.broadcast_object_list = _zeros_of_others
-    torch.Tensor.tolist = _balanced(torch.Tensor.tolist)
+    torch.Tensor.tolist = _answered(torch.Tensor.tolist)
     # Pipelines ask their neighbours by message whether shapes must be inferred; ours are known beforehand.
     for kind in (schedules._PipelineSchedule, *schedules._PipelineSchedule.__subclasses__()):
         if "_warmup_p2p" in vars(kind):
@@ -91,21 +91,25 @@ def _zeros_of_others(objects: list[Any], src: int | None = None, group: Any = No
         objects[:] = [Zeros() if isinstance(value, dict) else value for value in objects]
 
 
-def _balanced(tolist: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Rows that experts send to each rank and get from it are numbers of kernels that did not run: as many for all.
+def _answered(tolist: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Numbers that the host reads of kernels that did not run, on data of ranks that are absent.
 
-    `IndexValues` would find them, too, and sort the rows of every layer on the host, which takes minutes.
+    Rows that experts send to each rank and get from it are as many for all. `IndexValues` would find them, too, and
+    sort the rows of every layer on the host, which takes minutes. Messages of a weight sync arrived as they were sent.
     """
 
-    def balanced(self: torch.Tensor) -> Any:
+    def answered(self: torch.Tensor) -> Any:
         caller = sys._getframe(1)
-        if caller.f_code.co_name != "parallel_experts":
+        place = Path(caller.f_code.co_filename).stem, caller.f_code.co_name
+        if place == ("shard_sender", "unpack"):
+            return [True] * self.numel()
+        if place != ("moe", "parallel_experts"):
             return tolist(self)
         rows, ranks = caller.f_locals["top_k_index"].numel(), caller.f_locals["ranks"]
         each = [rows // ranks + (number < rows % ranks) for number in range(ranks)]
         return [each, each]
 
-    return balanced
+    return answered
 
 
 def _shapes_are_known(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
