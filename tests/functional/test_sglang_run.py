@@ -33,14 +33,21 @@ def test_weights_arrive_in_flight(tmp_path, recompute):
     assert [row["step"] for row in steps] == list(range(1, 9))
     lags = finished.curve("train/weight_version_lag/max")
     assert 0 < max(lags) <= 2
-    assert max(finished.curve("train/token_mult_prob_error")) < 1.05
     assert not any(finished.curve("performance/controller_token_bytes"))
 
 
-@pytest.mark.parametrize(("name", "config"), [("ppo", "ppo_math_cpu"), ("distillation", "distillation_math_cpu")])
-def test_other_algorithms_sample_with_it(tmp_path, name, config):
-    finished = run(tmp_path, *small(name), f"{name}.max_num_steps=3", *SGLANG, **example(name, config), timeout_s=1500)
-    exact(finished.steps, 3)
+CRITIC = keys(value="train_global_batch_size=16 train_micro_batch_size=8")
+
+
+def test_ppo_samples_with_it(tmp_path):
+    how = (*small("ppo"), "ppo.max_num_steps=3", *CRITIC, *SGLANG)
+    exact(run(tmp_path, *how, **example("ppo", "ppo_math_cpu"), timeout_s=1500).steps, 3)
+
+
+def test_distillation_samples_with_it(tmp_path):
+    how = (*small("distillation"), "distillation.max_num_steps=3", *SGLANG)
+    finished = run(tmp_path, *how, **example("distillation", "distillation_math_cpu"), timeout_s=1500)
+    assert [row["step"] for row in finished.steps] == [1, 2, 3] and min(finished.curve("train/grad_norm")) > 0
 
 
 def test_agents_talk_to_it_through_the_server_and_their_rows_are_exact(tmp_path):
