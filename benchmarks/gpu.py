@@ -1,18 +1,25 @@
-"""One GPU with the library, against its hardware or a bare program: one command, under 10 minutes.
+"""One GPU with the library, against its hardware or a bare program: one command, under 15 minutes.
 
-    uv run --extra vllm benchmarks/gpu.py                       # every part
+    uv run --extra vllm benchmarks/gpu.py                       # every part, those that say most first
     uv run --extra vllm benchmarks/gpu.py --parts refit train
     python benchmarks/gpu.py --device cpu --size tiny           # the same functions; with --parts engines too
 
+    ipc         the tests of memory that two processes share
+    sleep       seconds in which an engine sleeps and wakes, memory that it leaves, whether it says the same after it
+    grpo        steps of GRPO at tiny size by the command line, compiled, with a sleep, a wake and a refit in each:
+                `token_mult_prob_error`, seconds of a step
     refit       seconds of a refit of random bfloat16 weights, over two copies of the same bytes one after the other
     train       tokens/s and MFU of optimizer steps on packed sequences; rate of offload and onload over that
                 of a pinned copy; memory that is left when the policy is on the host
     head        seconds of logprobs and their gradients from hidden states, over those of the operations at peak
     generation  tokens/s of our engine over a bare `vllm.LLM` on the same requests; memory that is left asleep
     step        a whole step of GRPO against TRL's GRPOTrainer with a colocated vLLM, where TRL is installed
+    tests       the other tests of one kernel or one worker each: `pytest -m gpu tests/unit`
 
 Each part runs in its own process. A line has the measurement, what is asked of it, and whether it is reached. `--json`
-writes all numbers, with the name of the GPU. The process ends with status 1 if something asked for is not reached.
+writes all numbers, with the name of the GPU, anew after each of them, so that a kill leaves what was measured.
+`--within-s` ends the part that runs at that time and leaves out the rest. The process ends with status 1 if something
+asked for is not reached.
 """
 
 from __future__ import annotations
@@ -22,13 +29,16 @@ import asyncio
 import importlib.util
 import json
 import os
+import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,8 +51,22 @@ import torch.multiprocessing as mp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("refit", "train", "head", "generation", "step")
+PARTS = {
+    "ipc": 90,
+    "sleep": 180,
+    "grpo": 240,
+    "refit": 120,
+    "train": 180,
+    "head": 60,
+    "generation": 300,
+    "step": 300,
+    "tests": 480,
+}
+"""The seconds after which a part is ended; those come first that say most about an unknown machine."""
 WITHOUT_ENGINE = ("refit", "train", "head")
+GPU_ALONE = ("ipc", "tests")
+IPC_TESTS = ("tests/unit/refit/test_weight_transfer.py",)
+END_S = 10.0  # in which a part that is ended ends its own processes
 LEARNING_RATE = 1e-6
 
 
@@ -64,15 +88,17 @@ class Size:
     requests: int
     new_tokens: int
     rounds: int
+    steps: int  # of GRPO
 
 
 FULL = Size(
     refits=(1.3e9, 7e9), hidden=1536, layers=28, intermediate=8960, vocabulary=151936, pack_tokens=8192, sequences=128,
     length=1024, head_tokens=8192, head_hidden=3584, head_vocabulary=152064, requests=512, new_tokens=256, rounds=5,
+    steps=4,
 )  # fmt: skip
 TINY = Size(
     refits=(4e5,), hidden=64, layers=2, intermediate=128, vocabulary=512, pack_tokens=128, sequences=8, length=32,
-    head_tokens=64, head_hidden=32, head_vocabulary=512, requests=8, new_tokens=8, rounds=1,
+    head_tokens=64, head_hidden=32, head_vocabulary=512, requests=8, new_tokens=8, rounds=1, steps=1,
 )  # fmt: skip
 SIZES = {"full": FULL, "tiny": TINY}
 
@@ -137,6 +163,43 @@ def peak_of(device: torch.device) -> float | None:
     return gpu.flops if gpu is not None else None
 
 
+# -- tests
+
+
+def passed(*tests: str) -> Iterator[Result]:
+    """1 for each of the tests of these files and folders that need a GPU, 0 for one that fails."""
+    options = ("-m", "gpu", "-n0", "-v", "--no-header", "--timeout=120", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            name, _, outcome = line.partition(" ")
+            if "::" in name and (said := outcome.split()[:1]) and said[0] in ("PASSED", "FAILED", "ERROR"):
+                yield Result(name.removeprefix("tests/unit/"), float(said[0] == "PASSED"), at_least=1.0)
+    if process.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with status {process.returncode}")
+
+
+# -- a step of GRPO
+
+
+def grpo(size: Size, device: str) -> Iterator[Result]:
+    """The first whole run of `tests/gpu`."""
+    from tests.functional.cli import run
+    from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS
+
+    scenario = SCENARIOS["bfloat16"]
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = (*scenario.on("cuda" if device == "cuda" else "cpu"), f"grpo.max_num_steps={size.steps}")
+        done = run(Path(folder), *overrides, timeout_s=PARTS["grpo"], **scenario.example)
+    error = max(done.curve("train/token_mult_prob_error"))
+    yield Result("token_mult_prob_error of GRPO", error, at_most=LARGEST_ERROR[scenario.precision])
+    yield Result("norm of the gradient", max(done.curve("train/grad_norm")))
+    yield Result("reward of the last step", done.curve("train/reward")[-1])
+    yield Result("step of GRPO, tiny", min(done.curve("timing/train/total_step_time")), "s")
+
+
 # -- refit
 
 
@@ -172,8 +235,9 @@ def take_buckets(pipe: Connection, device: torch.device) -> None:
         pipe.send(own[0].view(torch.int16).sum().item() if bucket == len(layout.buckets) - 1 else None)
 
 
-def refit(size: Size, device: torch.device, bucket_bytes: int) -> list[Result]:
-    return [result for count in size.refits for result in refit_of(count, device, bucket_bytes, size.rounds)]
+def refit(size: Size, device: torch.device, bucket_bytes: int) -> Iterator[Result]:
+    for count in size.refits:
+        yield from refit_of(count, device, bucket_bytes, size.rounds)
 
 
 def refit_of(count: float, device: torch.device, bucket_bytes: int, rounds: int) -> list[Result]:
@@ -412,18 +476,50 @@ def prompts_of(size: Size) -> list[list[int]]:
     return [[rng.randrange(10, 100) for _ in range(rng.randrange(32, 128))] for _ in range(size.requests)]
 
 
-def our_engine(size: Size, model: str, device: Any) -> dict[str, float]:
-    """Tokens per second of the actor's class, and memory that is left asleep."""
+def worker_of(size: Size, model: str, device: Any, *, eager: bool = False) -> Any:
+    """The actor's class."""
     from nemo_rl.config.loader import build_section
     from nemo_rl.models.generation.config import LoneGenerationConfig
     from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker
+
+    engine = {"precision": "bfloat16", "max_model_len": 2048, "enforce_eager": eager}
+    values = {"max_new_tokens": size.new_tokens, "vllm_cfg": engine}
+    cfg = build_section("generation", LoneGenerationConfig, values)
+    return VllmWorker(EngineSettings(model=model, tokenizer=model, cfg=cfg, device=device, seed=0, load_format="auto"))
+
+
+def sleeping_engine(size: Size, model: str, device: Any) -> dict[str, float]:
+    """Sleep that keeps the weights, and the same greedy tokens before and after it."""
     from nemo_rl.types import GenerationRequest, SamplingParams
 
     before = used_bytes()
-    values = {"max_new_tokens": size.new_tokens, "vllm_cfg": {"precision": "bfloat16", "max_model_len": 2048}}
-    cfg = build_section("generation", LoneGenerationConfig, values)
-    settings = EngineSettings(model=model, tokenizer=model, cfg=cfg, device=device, seed=0, load_format="auto")
-    worker = VllmWorker(settings)
+    worker = worker_of(size, model, device, eager=True)
+    request = GenerationRequest(
+        prompt_token_ids=prompts_of(size)[0], sampling=SamplingParams(max_new_tokens=16, temperature=0.0), seed=0
+    )
+
+    async def measure() -> dict[str, float]:
+        first = await worker.generate(request)
+        awake = used_bytes()
+        began = time.perf_counter()
+        await worker.offload(keep_weights=True)
+        asleep_s, asleep = time.perf_counter() - began, used_bytes()
+        began = time.perf_counter()
+        await worker.onload()
+        awake_s = time.perf_counter() - began
+        same = (await worker.generate(request)).token_ids == first.token_ids
+        found = {"same": float(same), "sleep_s": asleep_s, "wake_s": awake_s}
+        return found | {"awake_gb": (awake - before) / 1e9, "asleep_gb": (asleep - before) / 1e9}
+
+    return asyncio.run(measure())
+
+
+def our_engine(size: Size, model: str, device: Any) -> dict[str, float]:
+    """Tokens per second of the actor's class, and memory that is left asleep."""
+    from nemo_rl.types import GenerationRequest, SamplingParams
+
+    before = used_bytes()
+    worker = worker_of(size, model, device)
     sampling = SamplingParams(max_new_tokens=size.new_tokens)
 
     async def measure() -> float:
@@ -464,30 +560,44 @@ def bare_engine(size: Size, model: str, device: Any) -> dict[str, float]:
     return {"tokens_per_s": best}
 
 
-ENGINES = {"ours": our_engine, "bare": bare_engine}
+ENGINES = {"ours": our_engine, "bare": bare_engine, "sleeping": sleeping_engine}
 
 
-def generation(size: Size, size_name: str, device: str) -> list[Result]:
-    """Each engine in its own process, with the whole GPU."""
+@contextmanager
+def engine_options(size: Size, size_name: str, device: str) -> Iterator[list[str]]:
+    """A model on disk, and the options of a process that serves it, with the whole GPU."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_model(size, Path(folder), torch.bfloat16))
         torch.cuda.empty_cache()
-        options = ["--size", size_name, "--device", device, "--model", model]
-        ours, bare = (child(*options, "--engine", name) for name in ENGINES)
-    return [
-        Result("generation", ours["tokens_per_s"], "tokens/s"),
-        Result("generation over a bare vllm.LLM", ours["tokens_per_s"] / bare["tokens_per_s"], at_least=0.95),
-        Result("memory left with the engine asleep", ours["asleep_gb"], "GB"),
-    ]
+        yield ["--size", size_name, "--device", device, "--model", model]
+
+
+def sleep(size: Size, size_name: str, device: str) -> Iterator[Result]:
+    with engine_options(size, size_name, device) as options:
+        found = child(*options, "--engine", "sleeping")
+    yield Result("an engine that woke says the same", found["same"], at_least=1.0)
+    yield Result("an engine falls asleep", found["sleep_s"], "s")
+    yield Result("an engine wakes", found["wake_s"], "s")
+    yield Result("memory of an engine awake", found["awake_gb"], "GB")
+    yield Result("memory of an engine asleep", found["asleep_gb"], "GB")
+
+
+def generation(size: Size, size_name: str, device: str) -> Iterator[Result]:
+    with engine_options(size, size_name, device) as options:
+        ours = child(*options, "--engine", "ours")
+        yield Result("generation", ours["tokens_per_s"], "tokens/s")
+        yield Result("memory left with the engine asleep", ours["asleep_gb"], "GB")
+        bare = child(*options, "--engine", "bare")
+    yield Result("generation over a bare vllm.LLM", ours["tokens_per_s"] / bare["tokens_per_s"], at_least=0.95)
 
 
 # -- a whole step
 
 
-def step(size: Size, device: str) -> list[Result]:
+def step(size: Size, device: str) -> Iterator[Result]:
     if importlib.util.find_spec("trl") is None:
         sys.stderr.write("step: skipped, TRL is not installed; `uv run` takes it with --group bench\n")
-        return []
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_model(size, Path(folder), torch.bfloat16))
         torch.cuda.empty_cache()
@@ -498,7 +608,7 @@ def step(size: Size, device: str) -> list[Result]:
         options = [f"--{name}={value}" for name, value in ({"device": device, "model": model} | sizes).items()]
         command = [sys.executable, str(script), *options]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return [Result("whole step over TRL's GRPOTrainer", float(out.split()[-1]), at_least=1.5)]
+    yield Result("whole step over TRL's GRPOTrainer", float(out.split()[-1]), at_least=1.5)
 
 
 # -- the command
@@ -507,31 +617,78 @@ def step(size: Size, device: str) -> list[Result]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", choices=PARTS, nargs="+", help="default: all that the device can run")
+    parser.add_argument("--within-s", type=float, default=float("inf"), help="end then, with what was measured")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--bucket-mib", type=int, default=512, help="of a refit")
-    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--json", type=Path, help="write the results there, after each of them")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
+def environment() -> dict[str, str]:
+    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": search, "HF_HUB_OFFLINE": "1"}
+
+
 def child(*arguments: str) -> Any:
     """The last line of this script in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *arguments]
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment()).stdout
     return json.loads(out.splitlines()[-1])
 
 
-def measure(args: argparse.Namespace) -> list[Result]:
+def results_of(part: str, options: Sequence[str], limit_s: float) -> Iterator[Result]:
+    """The results of a part, as they come, from a process of its own. RuntimeError if that fails or is ended."""
+    command = [sys.executable, __file__, *options, "--part", part]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+    assert process.stdout is not None
+
+    def end() -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            time.sleep(END_S)
+
+    killer = threading.Timer(limit_s, end)
+    killer.daemon = True
+    killer.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(MARK):
+                yield Result(**json.loads(line.removeprefix(MARK)))
+        status = process.wait()
+    finally:
+        killer.cancel()
+    if status:
+        raise RuntimeError(f"ended after {limit_s:.0f} s" if status < 0 else f"FAILED with status {status}")
+
+
+MARK = "result of a part: "
+
+
+def measure(args: argparse.Namespace) -> Iterable[Result]:
     size, device = SIZES[args.size], torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    if args.part in GPU_ALONE:
+        return passed(*(IPC_TESTS if args.part == "ipc" else ("tests/unit",)))
     if args.part == "refit":
         return refit(size, device, args.bucket_mib << 20)
     if args.part in ("train", "head"):
         return {"train": train, "head": head}[args.part](size, device)
-    return generation(size, args.size, args.device) if args.part == "generation" else step(size, args.device)
+    if args.part in ("grpo", "step"):
+        return {"grpo": grpo, "step": step}[args.part](size, args.device)
+    return {"sleep": sleep, "generation": generation}[args.part](size, args.size, args.device)
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the numbers are of. Where the kernel is gVisor's (4.4.0), shared memory of a GPU may fail for its sake."""
+    found = {"device": "CPU", "torch": torch.__version__, "python": platform.python_version()}
+    found["kernel"] = platform.release()
+    if device == "cuda":
+        found["device"], found["cuda"] = torch.cuda.get_device_name(), str(torch.version.cuda)
+    return found
 
 
 def main() -> int:
@@ -540,35 +697,51 @@ def main() -> int:
         sys.stdout.write("\n" + json.dumps(ENGINES[args.engine](SIZES[args.size], args.model, args.device)) + "\n")
         return 0
     if args.part is not None:
-        sys.stdout.write("\n" + json.dumps([vars(result) for result in measure(args)]) + "\n")
+        for result in measure(args):
+            sys.stdout.write(f"\n{MARK}{json.dumps(vars(result))}\n")
+            sys.stdout.flush()
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("error: no GPU is visible; `--device cpu --size tiny` runs the parts without engines\n")
         return 2
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    parts = args.parts or (PARTS if args.device == "cuda" else WITHOUT_ENGINE)
-    results, failed, started = [], [], time.perf_counter()
-    sys.stdout.write(f"{name}\n")
-    for part in parts:
-        options = ["--device", args.device, "--size", args.size, "--bucket-mib", str(args.bucket_mib)]
-        try:
-            measured = child(*options, "--part", part)
-        except subprocess.CalledProcessError as error:  # its message is above; the other parts are worth their time
-            sys.stdout.write(f"{part:<11}FAILED with status {error.returncode}\n")
-            failed.append(part)
-            measured = []
-        for fields in measured:
-            result = Result(**fields)
-            results.append(result)
-            verdict = "" if not result.asked else "reached" if result.is_reached else "NOT REACHED"
-            line = f"{part:<11}{result.name:<44}{result.value:>12,.3g} {result.unit:<9}{result.asked:<14}{verdict}"
-            sys.stdout.write(line.rstrip() + "\n")
-            sys.stdout.flush()
+    deadline = time.monotonic() + args.within_s
+    parts = args.parts or (list(PARTS) if args.device == "cuda" else WITHOUT_ENGINE)
+    options = ["--device", args.device, "--size", args.size, "--bucket-mib", str(args.bucket_mib)]
+    found: dict[str, Any] = {**machine(args.device), "seconds": {}, "failed": [], "left_out": [], "results": []}
+
+    def write() -> None:
         if args.json is not None:
-            found = {"device": name, "failed": failed, "results": [vars(result) for result in results]}
-            args.json.write_text(json.dumps(found, indent=1))
-    sys.stdout.write(f"{time.perf_counter() - started:.0f} s\n")
-    return 0 if not failed and all(result.is_reached for result in results) else 1
+            whole = args.json.with_name(f".{args.json.name}")
+            whole.write_text(json.dumps(found, indent=1))
+            whole.replace(args.json)
+
+    say(found["device"])
+    results: list[Result] = []
+    for part in parts:
+        started = time.monotonic()
+        if started > deadline:
+            found["left_out"].append(part)
+            continue
+        try:
+            for result in results_of(part, options, min(PARTS[part], deadline - started)):
+                results.append(result)
+                found["results"].append({"part": part, **vars(result)})
+                verdict = "" if not result.asked else "reached" if result.is_reached else "NOT REACHED"
+                say(f"{part:<11}{result.name:<44}{result.value:>12,.3g} {result.unit:<9}{result.asked:<14}{verdict}")
+                write()
+        except RuntimeError as error:  # its message is above; the other parts are worth their time
+            say(f"{part:<11}{error}")
+            found["failed"].append(part)
+        found["seconds"][part] = round(time.monotonic() - started, 1)
+        write()
+    write()
+    say(f"{sum(found['seconds'].values()):.0f} s{''.join(f'; no time for {part}' for part in found['left_out'])}")
+    return 0 if not found["failed"] and all(result.is_reached for result in results) else 1
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line.rstrip() + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -394,8 +394,10 @@ class RayWorkerGroup:
             calls[ref].worker.identity = identity
         self.on_wait = self._watch_pulses()
         first = self.members[0]
-        one_node = len({worker.bundles[0].node_id for worker in self.members}) == 1
-        address = "127.0.0.1" if one_node else first.bundles[0].node_ip
+        # Not from the bundles: Ray moves those of a node that is lost to the node that takes its place.
+        identities = [worker.identity for worker in self.members if worker.identity is not None]
+        one_node = len({identity.node_id for identity in identities}) == 1
+        address = "127.0.0.1" if one_node else identities[0].node_ip
         ref = first.handle.reserve_port.remote(address)
         [port] = wait({ref: _Call(first, "reserve_port")}).values()
         local_ranks: Counter[int] = Counter()  # of each node the next one

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 
 from nemo_rl.algorithms.config.workers import ChoosesWorkers
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import Derived, StrictModel, divisors, remedy
+from nemo_rl.config.rules import Derived, StrictModel, remedy
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
 from nemo_rl.environments.config import (
     CodeEnvironmentConfig,
@@ -238,10 +238,8 @@ class EvalMasterConfig(ChoosesWorkers):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from check_sections(self.env, self.eval.env_step_timeout_s)
-        size, per_node = self.generation.engine.engine_size, self.cluster.workers_per_node
-        if per_node % size:
-            text = f"engines of {size} do not fill nodes of {per_node} {self.cluster.kind}"
-            yield f"generation.{self.generation.tensor_path}", f"{text}; these would: {divisors(per_node)}"
+        engine, cluster = self.generation.engine, self.cluster
+        yield from engine.unfit_places(cluster.num_workers, cluster.workers_per_node, cluster.kind, "of the cluster")
         for index, dataset in enumerate(self.data.chosen):
             yield from self._check_environment(dataset, f"data.datasets.{index}" if self.data.datasets else "data")
 

@@ -534,39 +534,10 @@ class RolloutMasterConfig(RunConfig):
         yield from check_batching(policy, num_ranks, fix=fix)
 
     def _check_engines(self) -> Problems:
-        """Check that engines fill the machines. An engine spans nodes only by its pipeline stages."""
-        engine, is_colocated = self.policy.generation.engine, self.policy.generation.colocated.enabled
-        num_workers, per_node = self.generation_cluster.num_workers, self.generation_cluster.workers_per_node
-        size, kind = engine.engine_size, self.cluster.kind
-        wide, deep = engine.tensor_size, engine.pipeline_size
-        key, text = engine.key(engine.tensor_key), str(size)
-        if deep > 1 and engine.pipeline_key is not None:
-            key = engine.key(engine.pipeline_key)
-            text = f"{deep} x {engine.tensor_key}={wide} = {size}"
-        if num_workers % size:
-            which = "of the cluster" if is_colocated else "that generate"
-            works = divisors(num_workers, near=size)
-            yield key, f"{text} does not divide the {num_workers} {kind} {which}; these would: {works}"
-        elif size <= per_node and per_node % size:
-            works = divisors(per_node, near=size)
-            yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
-        elif size > per_node and is_colocated:
-            tensor = max(part for part in range(1, per_node + 1) if part <= wide and per_node % part == 0)
-            sizes = {engine.tensor_key: (wide, tensor), engine.pipeline_key: (deep, per_node // tensor)}
-            fits = " and ".join(f"{engine.key(name)}={new}" for name, (old, new) in sizes.items() if name and new < old)
-            # Only pipeline stages may be on different nodes, and of engines on devices of their own.
-            fix = remedy(fits, *([self.devices_apart] if wide <= per_node else []))
-            text = f"an engine of {text} spans nodes of {per_node} {kind}, and it must fit one"
-            yield key, f"not supported yet: {text}; {fix} (engines over nodes)"
-        elif size > per_node and per_node % wide:
-            works = divisors(per_node, near=wide)
-            yield (
-                engine.key(engine.tensor_key),
-                f"{wide} devices that share every layer have to be on one node of {per_node} {kind}; set it to one of "
-                f"{works}" + (f", and {engine.pipeline_key} to span nodes" if engine.pipeline_key else ""),
-            )
-        elif size > per_node and size % per_node:
-            yield key, f"an engine of {text} does not fill nodes of {per_node} {kind}; make it a multiple of {per_node}"
+        """Check that engines fill the machines."""
+        cluster, generation = self.generation_cluster, self.policy.generation
+        which = "of the cluster" if generation.colocated.enabled else "that generate"
+        yield from generation.engine.unfit_places(cluster.num_workers, cluster.workers_per_node, cluster.kind, which)
 
     def _check_environments(self) -> Problems:
         """Check that datasets name existing environments, and that these have enough turns and time."""

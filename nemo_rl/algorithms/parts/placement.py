@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -122,9 +123,10 @@ def describe_evaluation(cfg: EvalMasterConfig) -> str:
     engines, device = cluster.num_workers // size, "GPU" if cluster.use_gpus else "CPU worker"
     lines += ["", f"{engines} {cfg.generation.engine.title} engine(s) of {size} {device}(s):"]
     for engine in range(engines):
-        node, first = divmod(engine * size, cluster.workers_per_node)
-        devices = ", ".join(str(first + number) for number in range(size))
-        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
+        places = (divmod(engine * size + number, cluster.workers_per_node) for number in range(size))
+        by_node = [(node, [index for _, index in own]) for node, own in groupby(places, key=itemgetter(0))]
+        where = (f"node {node}, {device} {', '.join(map(str, indices))}" for node, indices in by_node)
+        lines.append(f"  engine {engine}: {'; '.join(where)}")
     return "\n".join([*lines, *_warnings(cfg)])
 
 

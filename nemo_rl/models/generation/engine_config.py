@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Rules, StrictModel
+from nemo_rl.config.rules import Rules, StrictModel, divisors
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -136,6 +136,25 @@ class EngineConfig(StrictModel):
     def engine_size(self) -> int:
         """Devices of one engine."""
         return self.tensor_size * self.pipeline_size
+
+    def unfit_places(self, num_workers: int, per_node: int, kind: str, which: str) -> Iterator[tuple[str, str]]:
+        """Why engines do not fill `num_workers` devices on nodes of `per_node`, if they do not; with the key to change.
+
+        Several engines share a node, or one has whole nodes. `kind` and `which`: the devices, as in "GPUs" "that
+        generate".
+        """
+        wide, deep, size = self.tensor_size, self.pipeline_size, self.engine_size
+        key, text = self.key(self.tensor_key), str(size)
+        if deep > 1 and self.pipeline_key is not None:
+            key, text = self.key(self.pipeline_key), f"{deep} x {self.tensor_key}={wide} = {size}"
+        if num_workers % size:
+            works = divisors(num_workers, near=size)
+            yield key, f"{text} does not divide the {num_workers} {kind} {which}; these would: {works}"
+        elif size <= per_node and per_node % size:
+            works = divisors(per_node, near=size)
+            yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
+        elif size > per_node and size % per_node:
+            yield key, f"an engine of {text} does not fill nodes of {per_node} {kind}; make it a multiple of {per_node}"
 
     @property
     @abstractmethod

@@ -34,8 +34,9 @@ GPUS=0 & cluster.cpu_workers_per_node=3 -> BATCH ... by 3 training ranks; make i
 MICRO=3 & GPUS=2 & NODES=2
     -> 3 does not divide the 128 samples of each of 4 training rank(s) ... these would: 1, 2, 4, 8, 16, 32
 ENGINE.tensor_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 GPUs of the cluster; these would: 1, 2, 4, 8
-ENGINE.tensor_parallel_size=4 & GPUS=2 & NODES=4
-    -> not supported yet: an engine of 4 spans nodes of 2 GPUs, and it must fit one; set ENGINE.tensor_parallel_size=2
+ENGINE.tensor_parallel_size=4 & GPUS=2 & NODES=4 -> fine
+ENGINE.tensor_parallel_size=4 & ENGINE.pipeline_parallel_size=2 & GPUS=2 & NODES=4 -> fine
+ENGINE.tensor_parallel_size=6 & GPUS=4 & NODES=3 -> an engine of 6 does not fill nodes of 4 GPUs; make it a multiple
 DTENSOR.tensor_parallel_size=3 & GPUS=8 -> 3 does not divide the 8 training ranks; these would: 1, 2, 4, 8
 DTENSOR.tensor_parallel_size=4 & DTENSOR.context_parallel_size=2 & DTENSOR.pipeline_parallel_size=2 & GPUS=8
     -> tensor_parallel_size=4 x context_parallel_size=2 x pipeline_parallel_size=2 = 16 does not divide the 8

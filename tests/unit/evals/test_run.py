@@ -71,7 +71,7 @@ data.dataset_name=HumanEval -> no environment judges the answers of HumanEval: .
 data.dataset_name=mmlu & ~env.multichoice -> no environment judges the answers of mmlu: add
 data.max_input_seq_length=99 -> more than generation.vllm_cfg.max_model_len=48
 +generation.vllm_cfg.env_vars.OMP_NUM_THREADS='4' -> the library decides it on CPUs
-generation.vllm_cfg.tensor_parallel_size=2 -> engines of 2 do not fill nodes of 1 CPU workers
+generation.vllm_cfg.tensor_parallel_size=2 -> 2 does not divide the 1 CPU workers of the cluster; these would: 1
 eval.metric=cons@k & +env.rm={type: reward_model, model_name: m} & data.env_name=rm
     -> cons@k takes a vote on answers, and env.rm (reward_model) finds none
 """

@@ -236,10 +236,15 @@ def test_adapters_alone_make_the_engine_sample_as_the_adapted_model_does(ray_loc
 
 @contextmanager
 def engine_apart(
-    directory: Path, *, kind: type[OneRankPolicy] = OneRankPolicy, num_nodes: int = 1, **settings: Any
+    directory: Path,
+    *,
+    kind: type[OneRankPolicy] = OneRankPolicy,
+    num_nodes: int = 1,
+    over_nodes: str = "pipeline_parallel_size",
+    **settings: Any,
 ) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
     policy = kind(save_random_model("qwen2", directory))
-    config = generation_config(vllm_cfg={"pipeline_parallel_size": num_nodes})
+    config = generation_config(vllm_cfg={over_nodes: num_nodes})
     config = config.model_copy(update={"colocated": config.colocated.model_copy(update={"enabled": False})})
     settings["rendezvous"] = Rendezvous(address="127.0.0.1", num_receivers=num_nodes, timeout_s=100)
     settings |= {"transport": "packed_collective", "bucket_bytes": BUCKET_BYTES}
@@ -248,9 +253,10 @@ def engine_apart(
         policy.sender.close()
 
 
-def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("over_nodes", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path, over_nodes: str) -> None:
     """Adapters too, sent alone after the first sync. The nodes are two groups of processes on this one."""
-    with engine_apart(tmp_path, kind=AdapterPolicy, num_nodes=2) as (policy, generation, refit):
+    with engine_apart(tmp_path, kind=AdapterPolicy, num_nodes=2, over_nodes=over_nodes) as (policy, generation, refit):
         policy.train(0)
         everything = refit.sync(0)["bytes"]
         policy.train(1)

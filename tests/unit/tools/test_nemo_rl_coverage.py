@@ -28,10 +28,9 @@ FILES = {
 SAID = """\
 4 configurations of runs; 1 files are parts of others
   part.yml
-2 load, 2 of them with remarks
-2 are refused for features that are missing here
+3 load, 3 of them with remarks
+1 are refused for features that are missing here
      1 quantisation-aware training, NeMo RL v0.7
-     1 engines over nodes
 1 load, and their runs would stop
   nowhere.yaml: data.default.prompt_file: prompt_file 'nowhere.txt' does not exist
   nowhere.yaml: data.train.dataset_name: unknown dataset 'nowhere'
