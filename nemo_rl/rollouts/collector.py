@@ -233,6 +233,8 @@ class RolloutCollector:
 
     def _recover(self, error: WorkerError) -> None:
         """Restart the dead process and play its groups again. Raises errors that no restart can fix, or that repeat."""
+        if error.exception_type == KeeperLost.__name__:  # whatever was restarted before: a node takes several with it
+            self.raise_if_keeper_lost(error)
         if self._num_restarts == MAX_RESTARTS:
             raise error
         self._num_restarts += 1

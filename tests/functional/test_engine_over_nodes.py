@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional.cli import BARE, SMALL, end, exact, free_port, run_until
+from tests.functional.faulty import processes_below
 
 OWN = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 OWN_FOLDERS = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {folder} && "
@@ -64,6 +65,11 @@ class Nodes:
             assert self._nodes[number].poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
 
+    def with_engine(self) -> int:
+        """The last node on which a rank of an engine computes."""
+        commands = {n: processes_below(node.pid).values() for n, node in self._nodes.items()}
+        return max(n for n, below in commands.items() if any("VLLM::Worker" in command for _, command in below))
+
     def kill(self, number: int) -> None:
         """As a machine that loses its power: every process of the node ends at once."""
         process = self._nodes.pop(number)
@@ -107,9 +113,10 @@ def test_an_engine_on_two_nodes_one_of_which_is_killed(
         nodes.add(number, num_cpus=4)
     overrides = (*SMALL, *BARE, *SAVES, *where, f"policy.generation.vllm_cfg.{over}=2", "grpo.max_num_steps=8")
     process = run_until(tmp_path, "step 3/8", *overrides, timeout_s=600, **nodes.environment)
-    nodes.kill(num_nodes)
+    nodes.kill(nodes.with_engine())
     nodes.add(num_nodes + 1, num_cpus=4)
     done = end(process, tmp_path, timeout_s=800)
     newest = {row["step"]: row for row in done.steps}  # a step is taken again after the policy's last checkpoint
     exact([newest[step] for step in sorted(newest)], 8)
+    assert "restarting generation-0" in done.output
     assert f"refit over packed_{'shm' if where is TOGETHER else 'collective'}" in done.output

@@ -466,7 +466,7 @@ def test_torch_rebuilds_memory_of_a_gpu_from_what_is_sent() -> None:
 
 def _read_on_gpu(endpoint: dict[str, object], results: Any) -> None:
     buffer = CudaIpcBuffer.attach(endpoint, torch.device("cuda", 0))
-    results.put(buffer.bytes.cpu())
+    results.put(buffer.bytes.cpu().numpy())  # by value: a tensor would need this process until it is read
     buffer.close()
 
 
@@ -481,7 +481,7 @@ def test_cuda_ipc_buffer_is_seen_by_another_process() -> None:
     process.start()
     seen = results.get(timeout=120)
     process.join(60)
-    assert torch.equal(seen, buffer.bytes.cpu())
+    assert torch.equal(torch.from_numpy(seen), buffer.bytes.cpu())
 
 
 @pytest.mark.gpu

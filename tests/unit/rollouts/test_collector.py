@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.collector import MAX_RESTARTS, RolloutCollector
 from nemo_rl.rollouts.group_keeper import KEEPER
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker
 from tests.fakes import handle, sample
@@ -155,6 +155,14 @@ def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them(failure, l
     with pytest.raises(WorkerDied, match="group_keeper-0, the process that holds finished groups, is lost") as told:
         played(collector, 5, 2)
     assert told.value.is_of(KEEPER)
+
+
+def test_a_lost_keeper_is_named_after_as_many_restarts_as_are_allowed():
+    # A node that is lost takes more with it than may be started again by itself.
+    failures = {number: error(WorkerError, "rollout-0", "EngineDied") for number in range(1, 1 + MAX_RESTARTS)}
+    failures[1 + MAX_RESTARTS] = error(WorkerError, "rollout-0", "KeeperLost")
+    with pytest.raises(WorkerDied, match="group_keeper-0"):
+        played(OverFakes(FakeGroup(failures=failures)), 5, 2)
 
 
 @pytest.mark.parametrize("synced", [False, True])

@@ -353,11 +353,10 @@ def test_precision_aware_adam_is_adam(deep: Path, settings: dict[str, Any]) -> N
 
 # -- an optimizer that keeps a part of its state on the host, made of the optimizers it consists of
 
-cpu_shim.install()
-
 
 def offloaded(values: list[torch.Tensor]) -> tuple[Any, list[ours.ParameterState]]:
     """A leaf, as far as its state is asked for, whose parameters are all on the host; and their states."""
+    cpu_shim.install()  # not when this file is read, which is read on a GPU as well
     groups = [{"params": [torch.nn.Parameter(value.clone())], "lr": 0.1} for value in values]
     kinds: dict[str, Any] = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
     inner = HybridDeviceOptimizer(
