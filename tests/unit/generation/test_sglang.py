@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 
 from nemo_rl.models.generation.sglang import config, generation
 from nemo_rl.models.generation.sglang.generation import SglangGeneration
-from nemo_rl.models.generation.sglang.hooks import draw, draw_tokens
+from nemo_rl.models.generation.sglang.hooks import draw, draw_tokens, forget_products, product_of_experts
 from nemo_rl.models.generation.sglang.processes import leave_out_models
 from nemo_rl.models.generation.sglang.weight_loader import load
 from nemo_rl.refit.layout import exported
@@ -155,6 +156,42 @@ def test_a_token_and_its_logprobs_follow_the_row_s_own_temperature_and_filter() 
             logits[row:][:1], temperatures[row:][:1], filters[row:][:1], *(part[row:][:1] for part in how[1:])
         )
         assert torch.equal(alone[0][0], tokens[row]) and torch.equal(alone[1][0], logprobs[row])
+
+
+# -- products
+
+
+class Experts(torch.nn.Module):
+    """Six experts as SGLang holds them: gate and up in one matrix."""
+
+    def __init__(self, hidden: int = 48, inside: int = 32) -> None:
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.randn(6, 2 * inside, hidden), requires_grad=False)
+        self.w2_weight = torch.nn.Parameter(torch.randn(6, hidden, inside), requires_grad=False)
+
+
+def test_a_row_of_experts_has_the_same_bits_in_every_batch_and_new_weights_after_a_sync() -> None:
+    torch.manual_seed(0)
+    layer, x, num_rows = Experts(), torch.randn(37, 48), 37
+    weights, experts = torch.rand(num_rows, 6).topk(2)
+    config = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
+
+    def computed(rows: slice) -> torch.Tensor:
+        chosen = (weights[rows], experts[rows], None)
+        return product_of_experts(lambda *args: pytest.fail("SGLang's own"), layer, x[rows], chosen, config)
+
+    def wanted() -> torch.Tensor:
+        gate, up = torch.einsum("nh,eih->nei", x, layer.w13_weight).chunk(2, dim=-1)
+        every = torch.einsum("nei,ehi->neh", torch.nn.functional.silu(gate) * up, layer.w2_weight)
+        return (every.gather(1, experts[:, :, None].expand(-1, -1, 48)) * weights[:, :, None]).sum(1)
+
+    together = computed(slice(None))
+    assert torch.allclose(together, wanted(), atol=1e-3)
+    for row in (0, 5, 36):
+        assert torch.equal(computed(slice(row, row + 1))[0], together[row])
+    layer.w2_weight.neg_()
+    forget_products()
+    assert torch.allclose(computed(slice(None)), -together, atol=1e-3)
 
 
 # -- what is said before anything starts
