@@ -12,6 +12,7 @@ from nemo_rl.data.interfaces import TaskDataSpec, as_tools
 from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
 from tests.conversations import assistant, user
+from tests.tables import named
 from tests.unit.data.templates import CALLS_OR_CONTENT, TEMPLATES, TOOL_NAMES, TOOLS, render_chat, tokenizer_with
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
@@ -149,16 +150,26 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 ROW = {"problem": "1+1", "expected_answer": "2", "messages": [user("1+1"), assistant("2")]}
 
 
+@named(
+    "tools",
+    {
+        "a list": [TOOL],
+        "as text": json.dumps([TOOL]),
+        "with an empty key": [{**TOOL, "strict": None}],
+        "of the file": None,
+    },
+)
 @pytest.mark.parametrize("processor", [math_hf_data_processor, math_data_processor, conversation_processor])
-def test_tools_of_a_row_or_else_of_the_file_are_shown_to_the_model_and_handed_to_the_environment(processor, tmp_path):
+def test_tools_of_a_row_or_else_of_the_file_are_shown_to_the_model_and_handed_to_the_environment(
+    tools, processor, tmp_path
+):
     (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": {"name": "of_file"}}]))
     spec = TaskDataSpec("t", tools_file=tmp_path / "tools.json")
-    for tools in ([TOOL], json.dumps([TOOL]), [{**TOOL, "strict": None}], None):
-        datum = processor({**ROW, "tools": tools}, spec, tokenizer_with(TOOLS), None, 0)
-        text = "".join(message["content"] for message in datum["message_log"])
-        assert text.startswith("[tool]{") and text.endswith("[user]1+1<eos>[assistant]")
-        assert datum["extra_env_info"]["tools"] == ([TOOL] if tools else spec.tools)
-        assert ('"add"' in text, '"of_file"' in text) == (bool(tools), not tools)
+    datum = processor({**ROW, "tools": tools}, spec, tokenizer_with(TOOLS), None, 0)
+    text = "".join(message["content"] for message in datum["message_log"])
+    assert text.startswith("[tool]{") and text.endswith("[user]1+1<eos>[assistant]")
+    assert datum["extra_env_info"]["tools"] == ([TOOL] if tools else spec.tools)
+    assert ('"add"' in text, '"of_file"' in text) == (bool(tools), not tools)
 
 
 @pytest.mark.parametrize("wrong", ["{", ["add"], {"name": "add"}])
