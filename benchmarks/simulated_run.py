@@ -266,7 +266,7 @@ def _build(
         validation_prompts=[],
         train_sampling=sampling,
         val_sampling=sampling,
-        flops=ModelFlops(per_token=1.0, per_pair=0.0, windows=(), num_parameters=0, cache_size=0),
+        flops=ModelFlops(per_token=1.0, per_pair=0.0, windows=(), num_parameters=0, expert_parameters=0, cache_size=0),
     )
     # Not a StringIO, which would grow.
     console = RunConsole(num_steps=config.grpo.max_num_steps, file=Nowhere(), force_terminal=False)

@@ -20,7 +20,9 @@ from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, run_tools
 from tests.functional.cli import keys
 from tests.unit.config.run_configs import build
 
-FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
+FLOPS = ModelFlops(
+    per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, expert_parameters=0, cache_size=64
+)
 
 
 def alternate(request: GroupRequest, index: int) -> float:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.algorithms.trainers.metrics import DraftMeter, draft_metrics
-from nemo_rl.models.generation.config import speculation_problems
 from nemo_rl.models.generation.interfaces import DraftCounts
+from nemo_rl.models.generation.vllm.config import speculation_problems
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.generation.vllm.plugins import expand_batch_to_tokens
 from nemo_rl.models.policy.config import DraftConfig, RolloutPolicyConfig

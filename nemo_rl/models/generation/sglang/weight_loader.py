@@ -19,7 +19,7 @@ import torch
 
 from nemo_rl.models.generation.sglang.hooks import forget_products
 from nemo_rl.refit.buffers import attach_buffer
-from nemo_rl.refit.in_place import InPlace, NotTraceable, WriteCounter, refuse_stale, unwritten
+from nemo_rl.refit.in_place import InPlace, LoadWeights, NotTraceable, WriteCounter, refuse_stale, unwritten
 from nemo_rl.refit.layout import PackLayout, RefitError, Transport
 from nemo_rl.refit.transfer import LoadFn, WeightReceiver
 
@@ -63,7 +63,7 @@ class SchedulerRank:
         self._why_load = _why_not_in_place(model)
         if self._why_load is None:
             try:
-                self._in_place.trace(model, receiver.layout, self._transport, cast(LoadFn, model.load_weights))
+                self._in_place.trace(model, receiver.layout, self._transport, cast(LoadWeights, model.load_weights))
             except NotTraceable as error:
                 self._why_load = str(error)
         if self._why_load is not None and receiver.layout.has_adapters:
