@@ -8,6 +8,7 @@ Reading executes no code from the files.
 """
 
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError
 
 METADATA_NAME = ".metadata"
 
+_PATHS = {"Path", "PosixPath", "PurePosixPath"}
+_PATHS_OF_313 = "pathlib._local"  # where Python 3.13 has them: its pickles name it, and 3.12 has no such module
+
 # Everything torch writes into a .metadata file. A pickle could name any other function to call.
 _ALLOWED_GLOBALS = {
     "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib": _PATHS,
+    _PATHS_OF_313: _PATHS,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -51,6 +56,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         is_dtype = module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)
         is_size = (module_name, global_name) == ("torch", "Size")
+        if module_name == _PATHS_OF_313 and sys.version_info < (3, 13):
+            raise CheckpointError("Python 3.13 saved these tensors, and 3.12 cannot read them: continue with 3.13")
         if is_dtype or is_size or global_name in _ALLOWED_GLOBALS.get(module_name, ()):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which no checkpoint needs")
@@ -83,6 +90,8 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
         else:
             metadata = HuggingFaceStorageReader(path=str(directory)).read_metadata()
         return {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    except CheckpointError:  # of another Python; one is a RuntimeError
+        raise
     except (SafetensorError, *_DAMAGED_PICKLE) as error:
         name = path.name if path.is_file() else "a safetensors file"
         raise DamagedTensorsError(f"{directory}: {name} is damaged ({error}); restore it from a copy") from error

@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 import shutil
+import sys
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -239,6 +241,22 @@ def test_damaged_files_are_refused_and_reading_a_header_executes_nothing(name, c
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load_tensors({"a": torch.zeros(1)}, tmp_path)
     assert "executed" not in capsys.readouterr().out
+
+
+def test_paths_in_a_header_are_those_of_the_python_that_saved_it(tmp_path):
+    """Python 3.13 pickles a path as `pathlib._local.PosixPath`, which 3.12 has not."""
+    dcp.save({"a": torch.zeros(2)}, checkpoint_id=tmp_path)
+    assert list(saved_tensors(tmp_path)) == ["a"]
+    header = tmp_path / ".metadata"
+    text = pickle.dumps(pickle.loads(header.read_bytes()), protocol=2)
+    of_313 = text.replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"pathlib._local" in of_313
+    header.write_bytes(of_313)
+    if sys.version_info >= (3, 13):
+        assert list(saved_tensors(tmp_path)) == ["a"]
+    else:
+        with pytest.raises(CheckpointError, match=r"Python 3\.13 saved these tensors.*continue with 3\.13"):
+            saved_tensors(tmp_path)
 
 
 def test_large_models_are_written_in_several_files(tmp_path):
