@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from nemo_rl.rollouts.records import read_index, recorded_steps
-from tests.functional import cli
+from tests.functional import cli, third_engine
 from tests.functional.cli import BARE, SMALL, continues_bit_for_bit, ends, exact, example, keys, learned, run, small
 from tests.unit.config.test_methods import GRPO, twin
 from tests.unit.generation.models import make_model_with_heads
@@ -219,3 +219,10 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit(tmp_path):
     more = ("grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=32")
     refused = run(tmp_path / "refused", *again, *more, **ASYNC, status=2)
     assert "rollouts.num_generations_per_prompt" in refused.output, refused.output[-2000:]
+
+
+def test_an_engine_of_a_user_s_own_trains_by_its_path(tmp_path):
+    engine = f"policy.generation.backend={third_engine.__name__}:{third_engine.ThirdGeneration.__name__}"
+    few = keys(grpo="num_prompts_per_step=2 num_generations_per_prompt=4 max_num_steps=2")
+    batch = keys(policy="train_global_batch_size=8 train_micro_batch_size=8")
+    exact(run(tmp_path, *BARE, *few, *batch, engine).metrics, 2)
