@@ -374,7 +374,9 @@ class _GpuRank:
         activation, the other half and their product. Experts keep their rows three times more.
         """
         model, compute, tensor = self.model, self.compute, self.sizes.tensor_parallel
-        of_experts = 3 * model.routed * model.hidden * compute / self.cut_experts
+        # Frozen experts, which have no adapters, need neither their rows nor the input of their last product.
+        keeps_rows = self.trains_weights or not model.routed
+        of_experts = 3 * model.routed * model.hidden * compute / self.cut_experts * keeps_rows
         gathered = model.key_values * self.sizes.context_parallel
         if self.policy.dtensor_cfg.torch_compile and not self.is_megatron:
             # Compiled code keeps matrix products and what they read, and computes norms and activations again.
@@ -386,7 +388,7 @@ class _GpuRank:
             4 + (2 if self.trains_weights else 1) * compute
         )
         attention = (3 * model.queries + gathered) * compute / tensor
-        mlp = 4 * model.intermediate * compute / self.cut_experts
+        mlp = (4 if keeps_rows else 3) * model.intermediate * compute / self.cut_experts
         return norms + attention + mlp + of_experts
 
     def kept_products(self) -> float:

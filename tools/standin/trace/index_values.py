@@ -60,6 +60,8 @@ class IndexValues(TorchDispatchMode):
             return out
         if packet is ATEN.topk and tensors[0].is_cuda:
             return _in_turn(func(*args, **kwargs), tensors[0].shape[-1])
+        if packet is ATEN.sort and tensors[0].is_cuda and not self._has_value(tensors[0]):
+            return _from_row(func(*args, **kwargs))
         if packet in UNTOUCHED or func.namespace != "aten" or not all(map(_is_plain, tensors)):
             return func(*args, **kwargs)
         alias = func._schema.returns[0].alias_info if func._schema.returns else None
@@ -139,12 +141,25 @@ def _in_turn(out: Any, number: int) -> Any:
     return values, index
 
 
+def _from_row(out: Any) -> Any:
+    """The order of scores [T, E] by which Megatron chooses experts: token t prefers expert t, then the next ones."""
+    values, index = out
+    order = torch.arange(index.numel() // index.shape[-1])[:, None] + torch.arange(index.shape[-1])
+    index.copy_((order % index.shape[-1]).view(index.shape))
+    return values, index
+
+
 def _answer(func: Any, args: Any, out: Any) -> None:
     """Integers that other ranks send are those that this rank sends."""
     packet = func.overloadpacket
     if packet is torch.ops.c10d.alltoall_base_ and _is_index(args[0]) and args[0].shape == args[1].shape:
         args[0].copy_(args[1])
     elif packet is torch.ops.c10d._allgather_base_ and _is_index(args[0]):
-        args[0].view(-1, args[1].numel()).copy_(args[1].reshape(1, -1).expand(args[0].numel() // args[1].numel(), -1))
+        args[0].copy_(_of_all(args[1], args[0]))
     elif packet is torch.ops._c10d_functional.all_gather_into_tensor and _is_index(out):
-        out.view(-1, args[0].numel()).copy_(args[0].reshape(1, -1).expand(out.numel() // args[0].numel(), -1))
+        out.copy_(_of_all(args[0], out))
+
+
+def _of_all(own: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The gathered values of ranks that all have `own`, on the host: a kernel would have to repeat them."""
+    return own.cpu().flatten().repeat(whole.numel() // own.numel()).view(whole.shape)
