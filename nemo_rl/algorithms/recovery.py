@@ -114,4 +114,9 @@ class RolloutRecovery(Recovery):
 
     def _replace_policy(self) -> None:
         self._policy.restart()
+        if self._generation is not None and self._generation.dead_workers():  # a lost node takes engines with it
+            workers = self._generation.restart_dead_workers()
+            self._rollouts.use_generation(workers)
+            if self._on_new_engines is not None:
+                self._on_new_engines(workers)
         self._refit.prepare()  # the engines are attached to the buffers of the dead workers

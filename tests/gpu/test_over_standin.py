@@ -23,10 +23,10 @@ pytestmark = [
 ]
 
 STOPS: dict[str, str] = {}
-"""What each test says that does not pass, by the beginning of its name."""
+"""What a test says that does not pass, by the beginning of its name."""
 
-NOT_MEASURED: dict[str, str] = {}
-"""What the parts of the benchmark say that measure nothing, of those that need no engine."""
+LEFT_OUT = "not compiled and not left_and_taken"
+"""Not run: what is compiled for the device has no values on a CPU; and one that takes more than 150 s there."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def variables() -> dict[str, str]:
 
 def test_every_test_of_a_gpu_passes_or_stops_at_a_named_operation(tmp_path: Path, variables: dict[str, str]) -> None:
     report = tmp_path / "report.xml"
-    options = ("-m", "gpu", "-n0", "-q", "--timeout=300", "-p", "no:cacheprovider", f"--junitxml={report}")
-    command = [sys.executable, "-m", "pytest", *options, "tests/unit"]
+    options = ("-m", "gpu", "-k", LEFT_OUT, "-n0", "-q", "--timeout=300", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", "tests/unit"]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout[-4000:]
     found = {}

@@ -105,6 +105,10 @@ class EngineWorkerInterface(GenerationWorkerInterface):
     async def describe_model(self) -> dict[str, Any]:
         """The settings in config.json, as the engine reads them."""
 
+    async def end_with(self, nodes: Sequence[Any]) -> None:
+        """From now on, end this process when another node of the engine is lost. `nodes`: handles of their workers."""
+        raise AssertionError("this engine never has several nodes")
+
     @abstractmethod
     async def onload(self, tags: Sequence[str] | None = None) -> None:
         """Move "weights", "kv_cache" or both (None) back onto the device, unless they are there."""

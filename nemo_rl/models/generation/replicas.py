@@ -128,7 +128,7 @@ class EngineGeneration(GenerationInterface):
         nodes = self._bundle_groups[index]
         on_gpus, own = self._cluster.use_gpus, self._settings.cfg.engine.env_vars
         env_vars = own if on_gpus else HOST_ENVIRONMENT | own | dict(self.kind.environment)
-        return RayWorkerGroup(
+        group = RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(
                 self.kind.worker if len(nodes) == 1 else self.kind.worker_of_node,
@@ -140,6 +140,9 @@ class EngineGeneration(GenerationInterface):
             env_vars=env_vars,
             timeout_s=self._timeout_s,
         )
+        if len(nodes) > 1:
+            group.wait([group.start_one(0, EngineWorkerInterface.end_with, group.workers[1:])])
+        return group
 
 
 def engines_of(backend: str) -> type[EngineGeneration]:

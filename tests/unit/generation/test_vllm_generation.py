@@ -5,16 +5,20 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError, RayTaskError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.replicas import engine_bundles
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.generation.vllm.worker import first_loss
 from nemo_rl.models.policy.dtensor.generate import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.refit.sync import REFIT, Refit
@@ -118,6 +122,28 @@ def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
 
     assert engines(2) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]] and engines(2, 2) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert engines(4, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+class Node:
+    """The handle of a worker on another node, which is lost once it has been asked `answers` times."""
+
+    def __init__(self, error: Exception, answers: int = 2**31) -> None:
+        self.call, self._error, self._answers = SimpleNamespace(remote=self._ask), error, answers
+
+    async def _ask(self, method: str) -> None:
+        self._answers -= 1
+        if method != "check_health" or self._answers < 0:
+            raise self._error
+
+
+@in_loop
+async def test_the_loss_of_another_node_of_an_engine_is_noticed() -> None:
+    gone, ended = ActorDiedError(), RayTaskError("f", "traceback", EngineDied("a process died"))
+    assert (
+        await first_loss([Node(gone), Node(gone, 3)], 0.0)
+        == "node 2 is lost: The actor died unexpectedly before finishing this task."
+    )
+    assert await first_loss([Node(ended, 1), Node(gone, 3)], 0.0) == "node 1 is lost: a process died"
 
 
 @pytest.mark.over_20s("engines start, if it is the first test of this file in its process")

@@ -263,6 +263,7 @@ def steps_on(path: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:
         ({"dtensor_cfg": DTensorConfig(activation_checkpointing="selective")}, 1e-4),
         ({"dtensor_cfg": DTensorConfig(torch_compile=True)}, 1e-4),
     ],
+    ids=["float32", "bfloat16", "state on the host", "recomputed", "compiled"],
 )
 @pytest.mark.gpu
 def test_a_step_on_the_device_is_the_step_on_the_host(llama: Path, changes: dict[str, Any], tolerance: float):

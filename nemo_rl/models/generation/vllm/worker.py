@@ -8,6 +8,7 @@ node starts that node's ranks. vLLM is imported inside functions only, as the dr
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from nemo_rl.distributed.actor_host import BUSY, Method
+from nemo_rl.distributed.errors import ACTOR_DEATHS, death_text
 from nemo_rl.models.generation.answers import EngineWorker
 from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied, EngineSettings
 from nemo_rl.models.generation.vllm.startup import (
@@ -30,6 +32,10 @@ from nemo_rl.types import Completion, GenerationRequest, OnTokens
 
 if TYPE_CHECKING:
     import vllm
+
+logger = logging.getLogger(__name__)
+
+_NODES_S = 2.0  # between checks that the other nodes of an engine live
 
 
 class EngineRank(Protocol):
@@ -204,6 +210,15 @@ class VllmWorker(EngineWorker):
 
     # -- health
 
+    async def end_with(self, nodes: Sequence[Any]) -> None:
+        # vLLM would wait for the ranks of that node for ever, and everybody notices the end of this process.
+        async def watch() -> None:
+            logger.error("%s ends: %s", self._name, await first_loss(nodes))
+            logging.shutdown()
+            os._exit(1)
+
+        self._watch = asyncio.create_task(watch())
+
     async def check_health(self) -> None:
         await self._engine_call(self._engine.is_sleeping())
 
@@ -238,6 +253,21 @@ class VllmWorker(EngineWorker):
             skip_clone=True,  # nobody else has this object; vLLM's deep copy is half the cost of a request
             output_kind=RequestOutputKind.CUMULATIVE if request.streams else RequestOutputKind.FINAL_ONLY,
         )
+
+
+async def first_loss(nodes: Sequence[Any], period_s: float = _NODES_S) -> str:
+    """Waits until one of the workers on other nodes of an engine is dead or says that its ranks are; returns why."""
+    from ray.exceptions import RayTaskError
+
+    while True:
+        for number, node in enumerate(nodes, 1):
+            try:
+                await node.call.remote(VllmFollower.check_health.__name__)
+            except ACTOR_DEATHS as error:
+                return f"node {number} is lost: {death_text(error)}"
+            except RayTaskError as error:
+                return f"node {number} is lost: {error.cause}"
+        await asyncio.sleep(period_s)
 
 
 async def _last_output(outputs: AsyncIterator[Any], on_tokens: OnTokens | None) -> Any:
