@@ -96,6 +96,9 @@ class Recipe:
             folder = sparse_folder(shape(name), cache_root() / "standin" / "models" / name.replace("/", "_"))
             folders.add(folder)
             replaced += [f"{key}.model_name={folder}", f"++{key}.tokenizer.name={folder}"]
+            if policy.dtensor_cfg.enabled and policy.dtensor_cfg.cpu_offload:
+                # Gradients do not arrive on the host, which computes with whatever lies in their place.
+                replaced.append(f"++{key}.nonfinite_action=skip")
         compiles = any(policy.dtensor_cfg.enabled and policy.dtensor_cfg.torch_compile for policy in models.values())
         steps = ["val_period=0", f"max_num_steps={2 + compiles}", "val_at_start=false", "val_at_end=false"]
         return cls(
