@@ -42,7 +42,6 @@ MAX_MODEL_LEN = 128
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "third": "tests.functional.third_engine:ThirdGeneration"}
 POLICIES = {"hf": policy_config, "megatron": megatron_policy}
 PROMPTS = [[10, 20, 30], list(range(40, 90)), [7], [250, 11, 12, 13]]
-LONG = 5e-5  # of logprobs behind 100 tokens, by weights to which noise was added several times
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0}
 
 
@@ -271,8 +270,8 @@ def test_adapters_travel_apart_from_their_weights(engine: Backend, model_dir: st
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, recompute: bool) -> None:
-    """With the KV cache of the new or of the old weights; a later request with the new ones alone."""
+def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, model_dir: str, recompute: bool) -> None:
+    """With the KV cache of the new or of the old weights; a later request only with the new ones."""
     requests = [request_of(PROMPTS[3], seed, str(seed), max_new_tokens=100) for seed in range(4)]
     engine.refit.recompute_kv_cache = recompute
     worker, begun, ended = engine.generation.workers[0], set[str](), dict[str, Completion]()
@@ -286,6 +285,8 @@ def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, recompute: bo
     ray.get(worker.call.remote("submit", [replace(request, streams=True) for request in requests]), timeout=60)
     while len(begun) < len(requests):
         drain()
+    # Noise upon noise of other tests would make logits, and their rounding, larger than those of a model.
+    engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict())
     change(engine.model, 4)
     engine.refit.sync(4)
     while len(ended) < len(requests):
@@ -296,8 +297,8 @@ def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, recompute: bo
     assert whole, "all found the end-of-sequence token"
     last = [float(logprob_errors(engine.model, [asked], [one])[-20:].abs().max()) for asked, one in whole]
     if engine.name != "third":  # it has no KV cache to keep
-        assert (max(last) < LONG) if recompute else (max(last) > 1e-3), last
-    assert logprob_errors(engine.model, requests, engine.ask(requests)).abs().max() < LONG
+        assert (max(last) < 2e-5) if recompute else (max(last) > 1e-3), last
+    assert logprob_errors(engine.model, requests, engine.ask(requests)).abs().max() < 2e-5
     engine.refit.sync(3)
 
 
