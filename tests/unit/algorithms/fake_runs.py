@@ -58,8 +58,9 @@ class FakeRun:
         data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
         tools, self.text = run_tools(folder, config.checkpointing, config=dump_config(config), **identity)
         self.refit = FakeRefit(calls, self.rollouts)
-        generation = SimpleNamespace(abandon_requests=None)
-        fakes: Any = {"policy": self.policy, "generation": generation, "refit": self.refit, "rollouts": self.rollouts}
+        self.generation = SimpleNamespace(abandon_requests=None, dead_workers=lambda: [])
+        fakes: Any = {"policy": self.policy, "generation": self.generation, "refit": self.refit}
+        fakes["rollouts"] = self.rollouts
         fakes |= dict.fromkeys(("train_sampling", "val_sampling"), SamplingParams(max_new_tokens=8))
         prompts = PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1)
         parts = RolloutParts(**fakes, prompts=prompts, validation_prompts=[data[0], data[1]], flops=FLOPS)

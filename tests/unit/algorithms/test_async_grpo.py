@@ -146,15 +146,19 @@ def test_open_groups_are_not_lost_on_a_run_that_cannot_train_them(tmp_path):
         GRPORun(tmp_path, *BASE, "grpo.async_grpo.enabled=false").go()
 
 
-@pytest.mark.parametrize("lost", ["policy", "group_keeper"])
+@pytest.mark.parametrize("lost", ["policy", "node", "group_keeper"])
 def test_after_a_death_the_run_goes_on_from_its_checkpoint_and_buffer(tmp_path, lost):
     run = Run(tmp_path, "checkpointing.save_period=3", "grpo.async_grpo.max_trajectory_age_steps=2")
-    load, deaths = run.policy.load, [WorkerDied(f"{lost}-0 died", worker=f"{lost}-0", rank=0, method="load")]
+    worker = "group_keeper-0" if lost == "group_keeper" else "policy-0"
+    load, deaths = run.policy.load, [WorkerDied(f"{worker} died", worker=worker, rank=0, method="load")]
+    if lost == "node":  # an engine's worker was on it, too
+        run.generation.dead_workers, run.generation.restart_dead_workers = lambda: [0], lambda: ["new engine"]
+        run.rollouts.use_generation = lambda workers: run.calls.append(f"use {workers}")
 
     def failing(plan: Any) -> None:
         if len(run.trained) == 5 and deaths:
             death = deaths.pop()
-            if lost == "policy":
+            if lost != "group_keeper":
                 raise death
             run.rollouts.keeper_death = death
             raise WorkerError("policy-0 failed in load: OwnerDiedError", worker="policy-0", rank=0, method="load")
@@ -169,4 +173,5 @@ def test_after_a_death_the_run_goes_on_from_its_checkpoint_and_buffer(tmp_path, 
     whole.go()
     assert effective == whole.trained and not deaths
     assert run.calls.count("replace keeper") == (lost == "group_keeper")
-    assert run.calls.count("prepare refit") == (lost == "policy")
+    assert run.calls.count("prepare refit") == (lost != "group_keeper")
+    assert run.calls.count("use ['new engine']") == (lost == "node")
