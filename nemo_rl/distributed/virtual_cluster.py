@@ -264,6 +264,8 @@ def _prepare() -> None:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # lines of workers go to both, coloured
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     protect_token()

@@ -177,3 +177,16 @@ def test_every_port_is_on_loopback_and_none_is_fixed_and_uv_run_starts_no_worker
                 taken.enter_context(socket.create_server(("127.0.0.1", port)))
         done = subprocess.run([str(launcher), "run"], env=environment, **how)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("is_terminal", "colours"), [(True, None), (False, "0")], ids=["terminal", "file"])
+def test_lines_of_workers_have_colours_only_on_a_terminal(is_terminal: bool, colours: str | None) -> None:
+    program = (
+        "import os, sys; sys.stdout.isatty = sys.stderr.isatty = lambda: sys.argv[1] == 'True'\n"
+        "from nemo_rl.distributed.virtual_cluster import _prepare; _prepare()\n"
+        "print(os.environ.get('RAY_COLOR_PREFIX'))"
+    )
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "RAY_COLOR_PREFIX"}
+    command = [sys.executable, "-c", program, str(is_terminal)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(colours)
