@@ -282,11 +282,13 @@ def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, model_dir: st
             if answer.completion is not None:
                 ended[answer.request_id] = answer.completion
 
+    # Noise upon noise of other tests would make logits, and their rounding, larger than those of a model.
+    engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict())
+    engine.refit.prepare()
+    engine.refit.sync(3)
     ray.get(worker.call.remote("submit", [replace(request, streams=True) for request in requests]), timeout=60)
     while len(begun) < len(requests):
         drain()
-    # Noise upon noise of other tests would make logits, and their rounding, larger than those of a model.
-    engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict())
     change(engine.model, 4)
     engine.refit.sync(4)
     while len(ended) < len(requests):
