@@ -83,10 +83,6 @@ class OwnEngineConfig(EngineConfig):
     """Fraction of the GPU's memory for weights and KV cache."""
 
     @property
-    def longest_sequence(self) -> int:
-        return self.max_model_len
-
-    @property
     def wire_dtype(self) -> DType:
         return self.precision
 

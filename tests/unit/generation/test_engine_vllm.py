@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.vllm.config import engine_arguments
+from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import ask, engine_settings, engines, generation_config, requests_of
 from tests.unit.generation.models import make_model
@@ -80,7 +80,7 @@ def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, "bfloat16", "cuda")
     asked, on_cpu = settings_for(tmp_path, "bfloat16", "cuda", max_num_seqs=7), settings_for(tmp_path, "float32", "cpu")
     chosen, *others = map(args_of, (settings, asked, on_cpu))
-    assert engine_arguments() == set(vars(chosen)), "read from the source"
+    assert VllmConfig.argument_names() == set(vars(chosen)), "read from the source"
     sizes = [(args.max_num_seqs, args.max_num_batched_tokens) for args in (chosen, *others)]
     assert sizes == [(None, None), (7, None), (256, 8192)]
     colocated = settings.cfg.colocated

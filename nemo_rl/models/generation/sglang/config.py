@@ -1,16 +1,14 @@
 """The section of the SGLang engine, and the arguments that it takes."""
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from nemo_rl.config.errors import nearest_key
 from nemo_rl.config.rules import Derived
-from nemo_rl.models.generation.engine_config import DecoderShape, DType, EngineConfig
+from nemo_rl.models.generation.engine_config import DecoderShape, DType, EngineConfig, declared_fields
 from nemo_rl.utils.venvs import package_folder
 
 _UNSUPPORTED = {
@@ -76,17 +74,6 @@ def models_of(architectures: Sequence[str], files: Sequence[Path]) -> list[Path]
     return [path for path in files if any(text in path.read_text() for text in classes)]
 
 
-def engine_arguments() -> set[str]:
-    """The names of SGLang's arguments, read from its source. Empty before its environment is made."""
-    source = source_folder()
-    found = set[str]()
-    for path in [] if source is None else source.glob("srt/arg_groups/fields/*.py"):
-        classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-        fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
-        found |= {target.id for target in fields if isinstance(target, ast.Name)}
-    return found
-
-
 class SglangConfig(EngineConfig):
     """The SGLang engine."""
 
@@ -112,10 +99,6 @@ class SglangConfig(EngineConfig):
     """Tokens of the longest sequence, prompt included; longer completions are cut."""
 
     @property
-    def longest_sequence(self) -> int:
-        return self.context_length
-
-    @property
     def wire_dtype(self) -> DType:
         return self.dtype
 
@@ -132,13 +115,10 @@ class SglangConfig(EngineConfig):
         layers = model.num_layers * (model.layer_parameters + model.expert_parameters)
         yield "packed weights", 4 * (layers + model.vocab_size * model.hidden), "nothing lowers it"
 
-    def argument_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        known = engine_arguments() if arguments else set[str]()
-        for key in arguments if known else ():
-            if key not in known:
-                nearest = nearest_key(key, sorted(known))
-                fix = f"the nearest is {nearest}" if nearest else "remove the key"
-                yield key, f"SGLang has no such argument; {fix}"
+    @classmethod
+    def argument_names(cls) -> set[str]:
+        source = source_folder()
+        return set() if source is None else declared_fields(source.glob("srt/arg_groups/fields/*.py"))
 
 
 class LoneSglangConfig(SglangConfig):

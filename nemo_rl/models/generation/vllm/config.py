@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.errors import nearest_key
 from nemo_rl.config.rules import Derived, violations
-from nemo_rl.models.generation.engine_config import DecoderShape, DType, EngineConfig, read_as
+from nemo_rl.models.generation.engine_config import DecoderShape, DType, EngineConfig, declared_fields, read_as
 
 SPECULATION = "speculative_config"
 # What the bits of a sample on a CPU depend on; see `vllm.plugins`.
@@ -72,17 +70,6 @@ _DECIDED = {
     **dict.fromkeys(_OURS, "the library decides it; remove the key"),
 }
 """Keys of `vllm_kwargs` that something else decides."""
-
-
-def engine_arguments() -> set[str]:
-    """The names of vLLM's arguments, read from its source: an import takes seconds. Empty where vLLM is missing."""
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return set()
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
-    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
-    return {target.id for target in fields if isinstance(target, ast.Name)}
 
 
 def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -207,10 +194,6 @@ class VllmConfig(EngineConfig):
         return max(self.max_model_len, 8192)
 
     @property
-    def longest_sequence(self) -> int:
-        return self.max_model_len
-
-    @property
     def wire_dtype(self) -> DType:
         return "bfloat16" if self.precision == "fp8" else self.precision
 
@@ -238,13 +221,15 @@ class VllmConfig(EngineConfig):
     def shares_prompts(self) -> bool:
         return self.enable_prefix_caching
 
+    @classmethod
+    def argument_names(cls) -> set[str]:
+        spec = find_spec("vllm")
+        if spec is None or not spec.submodule_search_locations:
+            return set()
+        return declared_fields([Path(spec.submodule_search_locations[0], "engine", "arg_utils.py")], "EngineArgs")
+
     def argument_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        known = engine_arguments() if arguments else set[str]()
-        for key in arguments if known else ():
-            if key not in known:
-                nearest = nearest_key(key, sorted(known))
-                fix = f"the nearest is {nearest}" if nearest else "remove the key"
-                yield key, f"vLLM has no such argument; {fix}"
+        yield from super().argument_problems(arguments)
         yield from speculation_problems(arguments)
 
     def copies_on_cpu(self, model: DecoderShape) -> Iterator[tuple[str, float, str]]:
