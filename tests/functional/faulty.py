@@ -30,12 +30,11 @@ STEPS_BETWEEN = 2
 FILLER = "filler"  # the file that fills the disk of the run
 COMMANDS = {  # which a process has in its command line, one of them
     "environment": ("ray::MathEnvironment",),
-    "core": ("EngineCore", "sglang::scheduler"),
-    "detokenizer": ("sglang::detokenizer",),
     "keeper": ("ray::GroupKeeper",),
     "verifier": ("math.verification",),
     "node": ("raylet/raylet",),
 }
+OF_ENGINE = ("core", "detokenizer")  # which its worker starts, in this order
 GROUPS = {  # where they are called otherwise
     "engine": "generation-0",
     "tokenizer": "tokenizer-0",
@@ -53,8 +52,9 @@ _PIDFD_GETFD = 438
 
 
 def processes_below(pid: int) -> dict[int, tuple[int, str]]:
-    """Descendants: pid -> (parent, command)."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    """Descendants: pid -> (parent, command), children of a process in the order of their start."""
+    command = ["ps", "-e", "--sort=start_time", "-o", "pid,ppid,args"]  # a pid may be smaller than an older one
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = {int(r[0]): (int(r[1]), r[2]) for line in table.splitlines()[1:] if len(r := line.split(None, 2)) == 3}
     found: dict[int, tuple[int, str]] = {}
     parents = {pid}
@@ -63,6 +63,19 @@ def processes_below(pid: int) -> dict[int, tuple[int, str]]:
         found |= children
         parents = set(children)
     return found
+
+
+def engine_processes(pid: int) -> list[int]:
+    """The processes of an engine's worker below `pid`, itself or another: its core, then SGLang's detokenizer.
+
+    Their titles do not always tell: setproctitle sets none where the first variable of the environment has been
+    changed, and Ray gives a worker its variables in a random order.
+    """
+    below = processes_below(pid)
+    workers = {pid, *(worker for worker, (_, command) in below.items() if "ray::ActorHost" in command)}
+    texts = ("multiprocessing.spawn", "EngineCore", "sglang::")
+    started = [(child, command) for child, (parent, command) in below.items() if parent in workers]
+    return [child for child, command in started if any(text in command for text in texts)]
 
 
 # -- what is done to a process, from outside
@@ -197,8 +210,11 @@ class _Faults:
     def _process(self, who: str) -> int | None:
         below = processes_below(os.getpid())
         if who in COMMANDS:
-            of_role = (pid for pid, (_, command) in below.items() if any(text in command for text in COMMANDS[who]))
-            return max(of_role, default=None)
+            of_role = [pid for pid, (_, command) in below.items() if any(text in command for text in COMMANDS[who])]
+            return of_role[-1] if of_role else None
+        if who in OF_ENGINE:
+            started = engine_processes(os.getpid())
+            return dict(zip(OF_ENGINE, started, strict=False)).get(who)
         name, _, rank = who.partition("-")
         group = self.groups.get(GROUPS.get(name, name))
         members = group.members if group is not None else []

@@ -28,7 +28,7 @@ from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings,
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
-from tests.functional.faulty import processes_below
+from tests.functional.faulty import engine_processes
 from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
 from tests.unit.generation.test_refit_vllm import AdapterPolicy, ExpertsPolicy, OneRankPolicy, change, logprob_errors
@@ -308,7 +308,7 @@ def test_a_replica_that_is_killed_is_found_and_replaced(backend: Backend) -> Non
     generation = backend.generation
     assert generation.dead_workers() == []
     pid = ray.get(generation.workers[0].identity.remote(), timeout=60).pid
-    below = [child for child, (_, command) in processes_below(pid).items() if "sglang::scheduler" in command]
+    below = engine_processes(pid) if backend.name == "sglang" else []
     os.kill(below[0] if below else pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
     while (dead := generation.dead_workers()) != [0]:

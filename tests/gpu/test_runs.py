@@ -20,7 +20,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.model_folder import resolve_model
 from tests.functional.cli import ROOT, Finished, end, exact, run, run_until
-from tests.functional.faulty import processes_below
+from tests.functional.faulty import engine_processes
 from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device
 from tests.unit.config.run_configs import MASTERS
 
@@ -68,8 +68,7 @@ def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path) -
 def test_an_engine_that_is_killed_is_replaced(tmp_path: Path) -> None:
     scenario = SCENARIOS["killed engine"]
     process = run_until(tmp_path, "step 3/12", *scenario.on("cuda"), **scenario.example)
-    below = processes_below(process.pid).items()
-    os.kill(next(child for child, (_, command) in below if "EngineCore" in command), signal.SIGKILL)
+    os.kill(engine_processes(process.pid)[0], signal.SIGKILL)
     done = end(process, tmp_path)
     agrees_at_every_step(done, "killed engine", 12)
     assert "restarting generation-" in done.output

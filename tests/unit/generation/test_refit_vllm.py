@@ -25,7 +25,7 @@ from nemo_rl.refit.layout import ExportedTensor, RefitError, Rendezvous, exporte
 from nemo_rl.refit.sync import Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
-from tests.functional.faulty import processes_below
+from tests.functional.faulty import engine_processes
 from tests.unit.distributed.test_worker_groups import alive, eventually
 from tests.unit.generation.configs import ask, generation_config, refitted_engines, requests_of
 from tests.unit.policy.families import save_random_model
@@ -264,7 +264,7 @@ def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path, 
         assert logprob_difference(policy.model, generation, 1) < 1e-5
 
         worker = ray.get(generation.workers[0].identity.remote(), timeout=240).pid
-        (core,) = [pid for pid, (_, command) in processes_below(worker).items() if "EngineCore" in command]
+        core = engine_processes(worker)[0]
         os.kill(worker, signal.SIGKILL)  # an engine of several ranks must not outlive it
         assert eventually(lambda: not alive(core))
 
