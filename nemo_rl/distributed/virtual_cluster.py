@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,8 @@ _POLL_S = 0.5
 _JOIN_WAIT_S = 180.0  # for nodes that have not joined the cluster yet
 _FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
+_LOST_S = 90.0  # in which Ray notices that a node is lost: it asks each one every few seconds, and several times
+_CONNECT_S = 3.0
 _SHUTDOWN_S = 15.0  # in which a cluster of this machine ends
 _NOT_IN_USE = -1  # the port of a service of Ray that is not there
 _AGENT_MS = 600_000  # in which Ray's process that prepares workers' environments answers
@@ -247,6 +249,31 @@ def shutdown_ray() -> None:
         if _template is not None:
             _template.close()
             _template = None
+
+
+def await_lost_nodes(nodes: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
+    """Return when Ray has noticed each node that is lost. Until then it places new workers there, which die with it.
+
+    `nodes`: their table, as Ray has it. A node is lost if nothing listens at the port of Ray's process there.
+    """
+    if _started_here:
+        return
+    deadline, next_message = time.monotonic() + _LOST_S, 0.0
+    while lost := [node for node in nodes() if node["Alive"] and not _listens(node)]:
+        if time.monotonic() > deadline:
+            return  # the start of the workers says what is wrong
+        if time.monotonic() > next_message:
+            logger.warning("Ray is about to notice that %s is lost", ", ".join(n["NodeManagerAddress"] for n in lost))
+            next_message = time.monotonic() + _MESSAGE_EVERY_S
+        time.sleep(_POLL_S)
+
+
+def _listens(node: Mapping[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _own_raylet() -> subprocess.Popen[bytes] | None:

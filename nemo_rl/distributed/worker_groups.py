@@ -41,7 +41,7 @@ from nemo_rl.distributed.errors import (
     death_text,
 )
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, ray_loss
+from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster, await_lost_nodes, ray_loss
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +171,7 @@ class RayWorkerGroup:
             bundles = cluster.bundles(spanning_nodes=spans_nodes)
             cluster.take_seats([index for group in groups for index in group], name_prefix)
             places = [[bundles[index] for index in group] for group in groups]
+            await_lost_nodes()
             self._spawn(places, remote_worker_builder, env_vars, py_executable)
             self._start(start_timeout_s)
         except BaseException:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional.cli import BARE, SMALL, end, exact, free_port, run_until
-from tests.functional.faulty import processes_below
+from tests.functional.faulty import engine_processes
 
 OWN = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 OWN_FOLDERS = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {folder} && "
@@ -67,8 +67,7 @@ class Nodes:
 
     def with_engine(self) -> int:
         """The last node on which a rank of an engine computes."""
-        commands = {n: processes_below(node.pid).values() for n, node in self._nodes.items()}
-        return max(n for n, below in commands.items() if any("VLLM::Worker" in command for _, command in below))
+        return max(number for number, node in self._nodes.items() if engine_processes(node.pid))
 
     def kill(self, number: int) -> None:
         """As a machine that loses its power: every process of the node ends at once."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.distributed import virtual_cluster
 from nemo_rl.distributed.errors import RayLost
 from nemo_rl.distributed.virtual_cluster import start_under_load
 from tests.unit.distributed.test_worker_groups import eventually
@@ -144,6 +145,23 @@ def test_ray_is_started_up_to_four_times_in_a_limit_that_grows_with_the_time_of_
 
     with pytest.raises(ValueError, match="a mistake"):
         start_under_load(wrong, measure_import=lambda: 0.0)
+
+
+def test_workers_start_when_ray_has_noticed_that_a_node_is_lost(caplog, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(virtual_cluster, "_started_here", False)  # the cluster of other tests may run in this process
+    with socket.create_server(("127.0.0.1", 0)) as raylet, socket.create_server(("127.0.0.1", 0)) as lost:
+        ports = [server.getsockname()[1] for server in (raylet, lost)]
+        lost.close()
+        looks = iter([True, True, False])  # whether Ray believes that the second one is alive
+
+        def nodes() -> list[dict[str, Any]]:
+            alive = (True, next(looks))
+            named = zip(ports, alive, strict=True)
+            return [{"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": n, "Alive": a} for n, a in named]
+
+        virtual_cluster.await_lost_nodes(nodes)
+    assert next(looks, None) is None, "it has asked until the node was not alive"
+    assert "Ray is about to notice that 127.0.0.1 is lost" in caplog.text
 
 
 def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_the_way_in(tmp_path: Path):
