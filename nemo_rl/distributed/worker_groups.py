@@ -96,10 +96,9 @@ class Worker:
     identity: HostIdentity | None = None  # None until its process runs
 
     def __str__(self) -> str:
-        where = f"node {self.bundles[0].node_ip}"
-        if self.identity is not None:
-            where += f", pid {self.identity.pid}"
-        return f"{self.name} (rank {self.rank}, {where})"
+        if self.identity is None:
+            return f"{self.name} (rank {self.rank}, node {self.bundles[0].node_ip})"
+        return f"{self.name} (rank {self.rank}, node {self.identity.node_ip}, pid {self.identity.pid})"
 
 
 class _Call(NamedTuple):

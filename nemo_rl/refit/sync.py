@@ -6,7 +6,7 @@ policy to every engine. The policy fills one half of its buffers while the engin
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
@@ -57,7 +57,8 @@ class Refit(WeightSync):
     """Sends the policy's weights to generation and verifies them.
 
     `transport`: `packed_shm` (same node, through host memory), `packed_ipc` (same GPU) or `packed_collective` (separate
-    devices, which meet at `rendezvous`). `wire_dtype`: torch's name of the dtype the engine computes in.
+    devices, which meet where `rendezvous` says when the buffers are handed out: a policy that is started again may be
+    elsewhere). `wire_dtype`: torch's name of the dtype the engine computes in.
     `bucket_bytes`: upper limit for one half of a buffer; small models use less. `recompute_kv_cache`: samples in
     progress during a sync do not reuse what they computed with the old weights.
 
@@ -73,7 +74,7 @@ class Refit(WeightSync):
     transport: Transport
     wire_dtype: str
     bucket_bytes: int | None = None
-    rendezvous: Rendezvous | None = None
+    rendezvous: Callable[[], Rendezvous] | None = None
     recompute_kv_cache: bool = True
     generation_accelerator: Accelerator | None = None
     layout: PackLayout | None = field(default=None, init=False)
@@ -86,8 +87,9 @@ class Refit(WeightSync):
         RefitError if the policy's ranks describe different tensors or an engine cannot reach a buffer.
         """
         self.layout = None
-        settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "rendezvous": self.rendezvous}
-        descriptions = self.policy.prepare_refit(settings | {"bucket_bytes": self.bucket_bytes})
+        settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "bucket_bytes": self.bucket_bytes}
+        settings["rendezvous"] = self.rendezvous() if self.rendezvous is not None else None
+        descriptions = self.policy.prepare_refit(settings)
         sent_layout = descriptions[0]["layout"]
         # Offsets are agreed once and never sent again, so a rank with other tensors would fill the wrong places.
         if len({description["layout_digest"] for description in descriptions}) != 1:

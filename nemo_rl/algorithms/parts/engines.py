@@ -103,7 +103,7 @@ def make_refit(
     config: RolloutMasterConfig, policy: Policy, generation: EngineGeneration, training: Devices, devices: Devices
 ) -> Refit:
     """The sync of weights from the devices of training to the `devices` of generation."""
-    settings, accelerator, rendezvous = config.policy.generation, training.accelerator, None
+    settings, accelerator = config.policy.generation, training.accelerator
 
     # During a refit the weights of both are on the device; the optimizer state and the KV cache are not.
     def wake_both() -> None:
@@ -114,15 +114,14 @@ def make_refit(
         policy.offload(with_weights=False)
         generation.onload(["weights"])
 
+    def meet() -> Rendezvous:
+        timeout_s = _RENDEZVOUS_SHARE * config.cluster.worker_timeout_s
+        return Rendezvous(address=policy.node_ip, num_receivers=generation.num_engine_ranks, timeout_s=timeout_s)
+
     if settings.colocated.enabled:
         accelerator.register(REFIT, wake_both, policy.offload, wake_after={policy.name_prefix: keep_weights})
     else:
         accelerator.register_alias(REFIT, policy.name_prefix)
-        rendezvous = Rendezvous(
-            address=training.cluster.bundles()[0].node_ip,
-            num_receivers=generation.num_engine_ranks,
-            timeout_s=_RENDEZVOUS_SHARE * config.cluster.worker_timeout_s,
-        )
     return Refit(
         policy,
         generation,
@@ -130,7 +129,7 @@ def make_refit(
         transport=generation.transport,
         wire_dtype=settings.engine.wire_dtype,
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
-        rendezvous=rendezvous,
+        rendezvous=None if settings.colocated.enabled else meet,
         recompute_kv_cache=config.recomputes_kv_cache,
         generation_accelerator=devices.accelerator,
     )

@@ -119,6 +119,13 @@ class Policy:
             self.group.call_all(PolicyWorkerInterface.keep_samples, self._samples)
         self.accelerator.rebuilt(self.name_prefix)
 
+    @property
+    def node_ip(self) -> str:
+        """The address of the node of rank 0."""
+        identity = self.group.members[0].identity
+        assert identity is not None, "the group has started"
+        return identity.node_ip
+
     def while_waiting(self, callback: Callable[[], None]) -> None:
         """Call `callback` about twice a second while the controller waits for the workers. Its errors end the wait."""
         self._on_wait = self.group.on_wait = callback

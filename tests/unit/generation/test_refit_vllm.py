@@ -246,7 +246,7 @@ def engine_apart(
     policy = kind(save_random_model("qwen2", directory))
     config = generation_config(vllm_cfg={over_nodes: num_nodes})
     config = config.model_copy(update={"colocated": config.colocated.model_copy(update={"enabled": False})})
-    settings["rendezvous"] = Rendezvous(address="127.0.0.1", num_receivers=num_nodes, timeout_s=100)
+    settings["rendezvous"] = lambda: Rendezvous(address="127.0.0.1", num_receivers=num_nodes, timeout_s=100)
     settings |= {"transport": "packed_collective", "bucket_bytes": BUCKET_BYTES}
     with refitted_engines(policy, directory, config, {"num_nodes": num_nodes}, **settings) as (generation, refit):
         yield policy, generation, refit
