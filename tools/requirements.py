@@ -23,11 +23,12 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
-# File -> extras and groups. The image is made from `vllm` or `cpu`.
+# File -> extras and groups. The image is made from `vllm`, `cpu` or `sglang-gpu`.
 SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("cpu", "dashboard"), ()),
     "vllm": (("vllm", "dashboard"), ()),
     "mcore": (("vllm", "dashboard", "mcore"), ()),
+    "sglang-gpu": (("sglang-gpu", "dashboard"), ()),
     "test": (("cpu",), ("test",)),
 }
 

