@@ -55,6 +55,7 @@ NULL_IS_THE_DEFAULT = (
     *("logger.wandb", "logger.mlflow", "logger.swanlab", "logger.gpu_monitoring"),
     *("generation.top_p", "generation.val_temperature", "generation.val_top_p", "generation.max_new_tokens"),
     *("generation.sglang_kwargs", "generation.sglang_cfg.env_vars", "generation.sglang_cfg.context_length"),
+    *(f"generation.sglang_cfg.{key}" for key in ("tp_size", "ep_size", "dp_size", "pp_size", "mem_fraction_static")),
     *("generation.vllm_cfg.max_model_len", "data.default.processor", "data.default.env_name"),
     *("dataset.split_validation_size", "dataset.repeat", "model.megatron_cfg.attention_backend"),
     *("model.dtensor_cfg.lora_cfg.target_modules", "model.dtensor_cfg.lora_cfg.exclude_modules"),
@@ -73,6 +74,19 @@ TEXTS = (
 
 ARGUMENTS = {"generation.sglang_cfg": "sglang_kwargs"}
 """Section of an engine that holds its arguments too -> the key of `generation` that has them here."""
+
+DECIDED_ON_CPUS = "the library decides it for engines of SGLang on CPUs"
+"""Why keys of that section have no effect on CPUs (`IGNORED`); with GPUs they are such arguments."""
+
+ARGUMENTS_TODAY = {
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "cuda_graph_bs": "cuda_graph_bs_decode",
+    "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
+}
+"""Argument of an engine -> its name in the release that is installed."""
+
+SAME_SIZES = {"generation.sglang_cfg.tp_size": ("gpus_per_server", "sglang_server_config.num_gpus_per_engine")}
+"""Key -> further keys of its section that say the same."""
 
 OF_ONE_DATASET = (
     *("dataset_name", "data_path", "subset", "split", "split_validation_size", "seed", "download_dir", "input_key"),
@@ -209,6 +223,7 @@ READ_IN_OTHER_KEYS = (
     *("async_rl.sampler.max_lookahead_versions", "async_rl.sampler.max_staleness_versions"),
     *("generation.logprobs_mode", f"generation.{_LIMITS}"),
     f"{_OF_SGLANG}.sglang_server_config.pause_generation_mode",
+    *(f"generation.sglang_cfg.{key}" for key in SAME_SIZES["generation.sglang_cfg.tp_size"]),
 )
 """Keys from which `VALUES` makes others."""
 
@@ -506,13 +521,12 @@ IGNORED: dict[str, tuple[Foreign, ...]] = {
         *_keys("needs_offload", "cpu_weight_backup", under=_SERVER, neutral=one_of(True, None)),
         *_keys("num_gpus", "sglang_server_concurrency", under=_SERVER, neutral=one_of(None)),
     ),
-    "the library decides it for engines of SGLang on CPUs": (
+    DECIDED_ON_CPUS: (
         *_keys("attention_backend", "sampling_backend", "grammar_backend", under=_OF_SGLANG, neutral=one_of(None)),
         *_keys("disable_radix_cache", "disable_overlap_schedule", "disable_custom_all_reduce", under=_OF_SGLANG),
         *_keys("disable_cuda_graph", "disable_piecewise_cuda_graph", "cuda_graph_*", under=_OF_SGLANG, neutral=_empty),
         *_keys("chunked_prefill_size", "enable_torch_compile", "triton_*", under=_OF_SGLANG, neutral=_empty),
     ),
-    "on a CPU cpu_kv_cache_space_gb decides it": _keys(f"{_OF_SGLANG}.mem_fraction_static", neutral=one_of(None)),
     "prompts that are too long never reach an engine here": _keys(f"{_OF_SGLANG}.allow_auto_truncate"),
     "engines of SGLang have no server here, and a client divides the requests": (
         *_keys("skip_server_warmup", "skip_tokenizer_init", "log_*", "show_time_cost", under=_OF_SGLANG, neutral=_any),
@@ -562,12 +576,6 @@ FEATURES: dict[str, tuple[Foreign, ...]] = {
     ),
     "engines of TensorRT-LLM and Dynamo": (_without("generation.backend", "trtllm", "dynamo"),),
     "engines of SGLang for another model than the policy's": _keys(f"{_OF_SGLANG}.model_path", neutral=one_of(None)),
-    "engines of SGLang on several devices": (
-        *_keys(
-            "tp_size", "dp_size", "pp_size", "ep_size", "gpus_per_server", under=_OF_SGLANG, neutral=one_of(1, None)
-        ),
-        *_keys("num_gpus_per_engine", under=_SERVER, neutral=one_of(1, None)),
-    ),
     "generation that a sync aborts": _keys(
         f"{_SERVER}.pause_generation_mode", neutral=one_of("retract", "in_place", None)
     ),
@@ -662,7 +670,6 @@ SINCE = {
     "NeMo-Gym": "v0.5",
     "environments of video and sound": "v0.6",
     "distillation between different tokenizers": "v0.7",
-    "engines of SGLang on several devices": "v0.6",
     "engines of SGLang for another model than the policy's": "v0.6",
     "adapters, quantised weights and images in engines of SGLang": "v0.6",
     "generation that a sync aborts": "main after v0.7",

@@ -270,6 +270,7 @@ class Translator:
         self._arguments_of_classes(keys)
         self._arguments_of_engines(keys, off)
         unbounded = [self._without_threshold(at, path) for at, path in places("loop.stop_at_validation_metric", values)]
+        contradictions = self._same_sizes()
         is_translated = bool(self.remarks)
         self._translate_values(table.VALUES, off)
         self._freezes(off)
@@ -305,7 +306,7 @@ class Translator:
                 self.remark(path, "asks for nothing at this value")
         lacking = [feature for feature in table.FEATURES if feature in asking]
         problems = [self._lacking(feature, asking[feature]) for feature in lacking]
-        problems += [problem for problem in unbounded if problem is not None]
+        problems += [problem for problem in unbounded if problem is not None] + contradictions
         self.decided = [section for feature in lacking for section in table.DECIDES.get(feature, ())]
         if is_translated or asking or dropped:
             self._translate_values(table.VALUES_OF_THEIRS, off)
@@ -339,18 +340,45 @@ class Translator:
 
     def _arguments_of_engines(self, keys: Collection[str], off: list[KeyPath]) -> None:
         """Keys of an engine's section that neither this library nor the table has become arguments of the engine."""
+        of_gpus = [row.key for row in table.IGNORED[table.DECIDED_ON_CPUS]] if self._has_gpus() else []
         for pattern, name in table.ARGUMENTS.items():
             for _, path in places(pattern, self.tree.values):
                 section = self.tree.get(path)
                 for key in list(section) if isinstance(section, dict) else ():
-                    place, new = (*path, key), (*path[:-1], name, key)
-                    if dotted(place) in keys or self.is_known(place) or isinstance(section[key], dict):
+                    today = table.ARGUMENTS_TODAY.get(str(key), str(key))
+                    place, new = (*path, key), (*path[:-1], name, today)
+                    is_of_gpus = any(fnmatch.fnmatch(f"{pattern}.{key}", row) for row in of_gpus)
+                    is_argument = (is_of_gpus and section[key] is not None) or not self.is_known(place)
+                    if dotted(place) in keys or not is_argument or isinstance(section[key], dict):
                         continue
                     if path in off:
                         self.tree.delete(place)
                         self.remark(path, "has no effect: it belongs to what is switched off")
                     else:
                         self._move(place, new, f"an argument of the engine: {dotted(new)} today")
+
+    def _has_gpus(self) -> bool:
+        cluster = self.tree.values.get("cluster")
+        return isinstance(cluster, dict) and bool(cluster.get("gpus_per_node"))
+
+    def _same_sizes(self) -> list[Problem]:
+        """Give a key the value of others that say the same. Returns contradictions as problems."""
+        problems = []
+        for pattern, others in table.SAME_SIZES.items():
+            stated = [path for _, path in places(pattern, self.written)]
+            for _, path in places(pattern, self.tree.values):
+                own = self.tree.get(path) if path in stated else None
+                for other in ((*path[:-1], *name.split(".")) for name in others):
+                    value = self.tree.get(other) if other in self.tree else None
+                    if value is None or value == own:
+                        continue
+                    if own is not None:
+                        text = f"{value} contradicts {dotted(path)}={own}; keep one of them"
+                        problems.append(Problem(other, text, self.tree.location(other)))
+                    else:
+                        own = value
+                        self._put(path, value)
+        return problems
 
     def _without_threshold(self, section: KeyPath, path: KeyPath) -> Problem | None:
         """The problem of a metric that would end the run at no value; the metric is taken out then."""

@@ -71,7 +71,9 @@ grpo @ -> HF & policy.generation.vllm_cfg.precision=float32
 grpo @ -> HF & policy.generation.vllm_cfg.tensor_parallel_size=2 & CPUS
 grpo @ -> HF & policy.generation.bad_words=[no]
 grpo @ -> HF & policy.generation.colocated.enabled=false
-grpo @ -> policy.generation.backend=sglang & policy.precision=float32
+grpo @ -> policy.generation.backend=sglang & policy.generation.sglang_cfg.pp_size=2
+grpo @ -> policy.generation.backend=sglang & policy.generation.sglang_cfg.dp_size=2
+grpo @ -> SGLANG & policy.generation.sglang_cfg.tp_size=2
 grpo @ -> SGLANG & policy.generation.bad_words=[no]
 grpo @ -> MEGATRON & SGLANG & policy.router_replay.enabled=true
 grpo @ -> SGLANG & policy.generation.sglang_cfg.dtype=bfloat16
@@ -219,7 +221,10 @@ dpo @dpo -> @.reference_policy_kl_penalty=0 & @.sft_loss_weight=1 & @.preference
 dpo @dpo -> @.preference_loss_weight=0
 rm @ -> policy.reward_model_cfg.enabled=false
 eval @ -> cluster.gpus_per_node=0 & generation.vllm_cfg.kv_cache_dtype=fp8
-eval @ -> generation.backend=sglang & generation.sglang_cfg.dtype=float32
+eval @ -> generation.backend=sglang & generation.sglang_cfg.pp_size=2
+eval @ -> generation.backend=sglang & generation.sglang_cfg.dp_size=2
+eval @ -> generation.backend=sglang & generation.sglang_cfg.dtype=float32 & cluster.gpus_per_node=0
+    & cluster.cpu_workers_per_node=2 & generation.sglang_cfg.tp_size=2
 eval @ -> generation.backend=sglang & cluster.gpus_per_node=0
 eval @ -> generation.backend=sglang & generation.sglang_cfg.dtype=float32 & cluster.gpus_per_node=0
     & generation.bad_words=[no]

@@ -214,6 +214,12 @@ SGLANG {sglang_server_config: {pause_generation_mode: in_place}}}} & ON_CPUS
 SGLANG {sglang_server_config: {pause_generation_mode: retract}}}} & ON_CPUS & IN_FLIGHT
     -> {ASYNC.recompute_kv_cache_after_weight_updates: true}
 policy: {generation: {sglang_cfg: {max_prefill_tokens: 64}}} -> {policy.generation.sglang_kwargs: {}}
+SGLANG {tp_size: 2, mem_fraction_static: 0.7, attention_backend: fa3, grammar_backend: null}}} & TWO_GPUS
+    -> {SG.tp_size: 2, SG.mem_fraction_static: 0.7, policy.generation.sglang_kwargs: {attention_backend: fa3}}
+SGLANG {cuda_graph_max_bs: 8, disable_cuda_graph: false, enable_memory_saver: true}}} & TWO_GPUS
+    -> {policy.generation.sglang_kwargs: {cuda_graph_max_bs_decode: 8, disable_cuda_graph: false}}
+SGLANG {gpus_per_server: 2}}} & TWO_GPUS -> {SG.tp_size: 2}
+SGLANG {tp_size: 2, sglang_server_config: {num_gpus_per_engine: 2}}}} & TWO_GPUS -> {SG.tp_size: 2}
 """
 SHORT = {
     "MEGATRON": "policy: {dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true",
@@ -228,6 +234,7 @@ SHORT = {
     "loss_fn: {use_importance_sampling_correction: true} & cluster: {cpu_workers_per_node: 2} & "
     "policy: {generation: {colocated: {enabled: false, resources: {cpu_workers_per_node: 1}}}}",
     "ON_CPUS": "policy: {precision: float32} & cluster: {gpus_per_node: 0, cpu_workers_per_node: 1}",
+    "TWO_GPUS": "cluster: {gpus_per_node: 2}",
     "ASYNC": "grpo.async_grpo",
     "GUESSES": "speculative_config: {method: eagle3, model: a, num_speculative_tokens: 3}",
     "MUON": "muon_use_nesterov: true, muon_extra_scale_factor: 0.2, muon_tp_mode: blockwise, muon_split_qkv: true",
@@ -389,9 +396,6 @@ MEGATRON, first_last_layers_bf16: true, fp8_cfg: {enabled: true}}}
 MEGATRON, model_overrides: {a: 1}}} -> overrides of Megatron's model, NeMo RL MAIN
 MEGATRON, scheduler: {lr_decay_style: cosine, lr_decay_iters: null}, MIN_LR}} & grpo: {max_num_steps: 1000000}
     -> decay over epochs; state the steps that they have
-SGLANG {tp_size: 2, pp_size: 1}}} & ON_CPUS -> engines of SGLang on several devices, NeMo RL v0.6
-SGLANG {sglang_server_config: {num_gpus_per_engine: 2}}}} & ON_CPUS
-    -> engines of SGLang on several devices, NeMo RL v0.6
 SGLANG {model_path: another}}} & ON_CPUS -> engines of SGLang for another model than the policy's, NeMo RL v0.6
 SGLANG {quantization: fp8, enable_lora: true}}} & ON_CPUS
     -> adapters, quantised weights and images in engines of SGLang, NeMo RL v0.6
@@ -475,7 +479,6 @@ policy: {generation: {ENGINE: {reset_encoder_cache_after_weight_update: true}}} 
 policy: {generation: {ENGINE: {logprobs_mode: null}, bad_words: null}, is_vlm: false} -> asks for nothing
 async_rl: {max_buffered_rollouts: 64, rollout_failure: {backoff_base_s: 1}} -> groups that fail are replaced
 async_rl: {recompute_kv_cache_after_weight_updates: true} -> a sync waits for the groups that play
-SGLANG {mem_fraction_static: 0.7}}} & ON_CPUS -> on a CPU cpu_kv_cache_space_gb decides it
 SGLANG {allow_auto_truncate: true}}} & ON_CPUS -> prompts that are too long never reach an engine
 SGLANG {log_level: info, skip_server_warmup: true}}} & ON_CPUS -> asks for nothing at this value
 SGLANG {attention_backend: triton, disable_radix_cache: true}}} & ON_CPUS -> the library decides it for engines
@@ -483,6 +486,12 @@ SGLANG {sglang_router_config: {router_policy: a, port: 1}}}} & ON_CPUS -> asks f
 SGLANG {sglang_server_config: {needs_offload: false, num_gpus: 8}}}} & ON_CPUS -> the run decides it for engines
 policy: {generation: {use_async_rollouts: true}} -> policy.generation.use_async_rollouts: has no effect
 """
+
+
+def test_two_sizes_of_an_engine_that_differ_are_an_error() -> None:
+    engine = {"backend": "sglang", "sglang_cfg": {"tp_size": 1, "gpus_per_server": 2}}
+    with pytest.raises(ConfigError, match=r"sglang_cfg\.gpus_per_server: 2 contradicts .*tp_size=1; keep one of them"):
+        build_config(GRPOMasterConfig, merged(MINIMAL, {"policy": {"generation": engine}}))
 
 
 @pytest.mark.parametrize(("given", "said"), cases(TAKEN, SHORT))
