@@ -59,7 +59,8 @@ class Rollouts:
         model = Model.prepare(config.policy, config.checkpointing)
         starts = rollout.replay_from is None
         if starts and not config.policy.generation.is_by_policy:
-            engines_of(config.policy.generation.backend).check(config.policy.generation, model.config)
+            engine_class = engines_of(config.policy.generation.backend)
+            engine_class.check(config.policy.generation, model.config, on_gpus=config.cluster.use_gpus)
         prompts = Prompts.prepare(config, model)
         environments = Environments.prepare(config.env, prompts.data.task_to_env.values(), starts=starts)
         environments.check_metadata(prompts.process, prompts.datasets())

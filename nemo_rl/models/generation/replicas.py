@@ -80,7 +80,7 @@ class EngineGeneration(GenerationInterface):
         accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
     @classmethod
-    def check(cls, generation: GenerationConfig, model: PretrainedConfig) -> None:
+    def check(cls, generation: GenerationConfig, model: PretrainedConfig, *, on_gpus: bool) -> None:
         """Raise ValueError, before anything starts, if this engine cannot run or cannot generate with `model`."""
 
     @property

@@ -212,9 +212,9 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_or_an_argument_that_sglang_does_not_know_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
     installed(tmp_path, monkeypatch)
     settings = generation_config().model_copy(update={"backend": "sglang"})
-    SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
+    SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]), on_gpus=False)
     with pytest.raises(ValueError, match=r"backend=sglang: SGLang has no model MyLlama, .*; set .*backend=vllm"):
-        SglangGeneration.check(settings, LlamaConfig(architectures=["MyLlama"]))
+        SglangGeneration.check(settings, LlamaConfig(architectures=["MyLlama"]), on_gpus=False)
     problems = list(settings.engine.argument_problems({"schedule_polcy": "fcfs", "schedule_policy": "fcfs"}))
     assert problems == [("schedule_polcy", "SGLang has no such argument; the nearest is schedule_policy")]
 
@@ -236,13 +236,16 @@ def test_sglang_that_can_be_neither_found_nor_made_is_one_line(tmp_path: Path, m
     monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name: None)
     settings = generation_config().model_copy(update={"backend": "sglang"})
+    model = LlamaConfig(architectures=["LlamaForCausalLM"])
     with pytest.raises(ValueError, match=r"backend=sglang: sglang==\S+ \(not installed\); .* is made by uv"):
-        SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
-    package = tmp_path / "sglang" / "lib" / "python3.12" / "site-packages" / "sglang-0.5.9.dist-info"
-    package.mkdir(parents=True)
+        SglangGeneration.check(settings, model, on_gpus=False)
+    packages = tmp_path / "sglang" / "lib" / "python3.12" / "site-packages"
+    (packages / "sglang-0.5.9.dist-info").mkdir(parents=True)
     (tmp_path / "sglang" / venvs._STAMP).touch()
     with pytest.raises(ValueError, match=r"sglang==\S+ \(0\.5\.9 is installed\); set NRL_FORCE_REBUILD_VENVS=true"):
-        SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
-    package.rename(package.with_name("sglang-0.5.23.dist-info"))
-    SglangGeneration.check(settings, LlamaConfig(architectures=["LlamaForCausalLM"]))
+        SglangGeneration.check(settings, model, on_gpus=False)
+    (packages / "sglang-0.5.9.dist-info").rename(packages / "sglang-0.5.23.dist-info")
+    SglangGeneration.check(settings, model, on_gpus=False)
     assert venvs.made_environments() == ["sglang"]
+    with pytest.raises(ValueError, match=r"sglang-kernel==\S+ \(not installed\); .*the extra 'sglang-gpu'"):
+        SglangGeneration.check(settings, model, on_gpus=True)

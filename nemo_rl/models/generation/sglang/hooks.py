@@ -1,6 +1,6 @@
-"""What SGLang 0.5.23 computes in another way in our engines on a CPU, through its own registry of hooks.
+"""What SGLang 0.5.23 computes in another way in our engines, through its own registry of hooks.
 
-A request's tokens and logprobs are the same bits whatever else the engine does, and logprobs are those of the
+On a CPU a request's tokens and logprobs are the same bits whatever else the engine does, and logprobs are those of the
 distribution that a token was drawn from, as training computes them.
 
 * Products in float32 (linear layers, the head, experts) are row-invariant: BLAS chooses kernels by the number of rows.
@@ -10,12 +10,15 @@ distribution that a token was drawn from, as training computes them.
 
 Attention (`torch_native`) computes each sequence for itself, and norms, rotary embedding and activations work row by
 row already.
+
+On a GPU products are SGLang's own, whose last bits depend on the batch. There a token depends on the logits, the
+request's seed and the token's position, and the two properties of logprobs are the same.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,12 +37,12 @@ _COLUMNS = 64  # rows are padded to a multiple: vectorised operators compute a l
 _GOLDEN, _MIX = np.uint64(0x9E3779B97F4A7C15), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def install() -> None:
+def install(hooks: Mapping[str, Hook]) -> None:
     """Replace the functions in this process. Raises RuntimeError if SGLang has one of them no longer."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    originals = {target: pkgutil.resolve_name(target) for target in HOOKS}
-    for target, (hook, kind) in HOOKS.items():
+    originals = {target: pkgutil.resolve_name(target) for target in hooks}
+    for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, HookType(kind))
     HookRegistry.apply_hooks()  # which only logs a failure
     if failed := [target for target, original in originals.items() if pkgutil.resolve_name(target) == original]:
@@ -124,7 +127,8 @@ def product_of_experts(
 
 def with_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
     """The sampling information of a batch with the seeds of its requests."""
-    info.sampling_seed = torch.tensor([request.sampling_params.sampling_seed for request in batch.reqs])
+    seeds = torch.tensor([request.sampling_params.sampling_seed for request in batch.reqs])
+    info.sampling_seed = seeds.to(info.temperatures.device)
     return info
 
 
@@ -197,11 +201,62 @@ def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) ->
     return torch.searchsorted(below, wanted[:, None], right=True)
 
 
-HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": (with_seeds, "after"),
+# -- sampling on a GPU
+
+
+def drawn_on_gpu(
+    original: Callable[..., tuple[torch.Tensor, Any]],
+    sampler: Any,
+    probs: torch.Tensor,
+    info: Any,
+    positions: torch.Tensor,
+    is_unfiltered: bool,
+) -> tuple[torch.Tensor, Any]:
+    """The next tokens, int32 [B], by SGLang's own draw from `probs` [B, V], of which it takes their logprobs next.
+
+    SGLang draws by seed where nothing is filtered, so filters are applied to `probs` first. A top-k of 1 is a greedy
+    request: its token is the likeliest, and its row stays as it is.
+    """
+    is_greedy = info.top_ks == 1
+    if not is_unfiltered:
+        top_ks = info.top_ks.masked_fill(is_greedy, probs.shape[1])
+        keep_likeliest(probs, top_ks, info.top_ps.masked_fill(is_greedy, 1.0))
+    tokens, captured = original(sampler, probs, info, positions, True)
+    return torch.where(is_greedy, probs.argmax(dim=-1).to(tokens.dtype), tokens), captured
+
+
+def keep_likeliest(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
+    """Leave the tokens that top-k and then top-p keep in each row of `probs` [B, V], in place, and make 1 of their sum.
+
+    Args:
+        top_ks: int [B], at least the vocabulary's size for none. Ties at the border are kept, as in training.
+        top_ps: float32 [B], 1 for none.
+    """
+    ordered = probs.sort(dim=-1, descending=True).values
+    border = ordered.gather(1, top_ks.clamp(max=probs.shape[1]).long()[:, None] - 1)
+    ordered = ordered.masked_fill(ordered < border, 0.0)
+    mass, wanted = ordered.cumsum(dim=-1), top_ps[:, None]
+    # A token is in the nucleus while the mass of the tokens before it does not reach `top_p` of the total.
+    in_nucleus = (mass - ordered < wanted * mass[:, -1:]) | (wanted >= 1.0)
+    nucleus = ordered.masked_fill(~in_nucleus, float("inf")).amin(dim=-1, keepdim=True)
+    probs.masked_fill_(probs < torch.maximum(border, nucleus), 0.0)
+    probs.div_(probs.sum(dim=-1, keepdim=True))
+
+
+Hook = tuple[Callable[..., Any], str]
+_SEEDS: dict[str, Hook] = {
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": (with_seeds, "after")
+}
+ON_CPUS: dict[str, Hook] = {
+    **_SEEDS,
     "sglang.srt.layers.sampler.Sampler.forward": (sampled, "replace"),
     "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply": (product, "around"),
     "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": (product_of_head, "around"),
     "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (product_of_experts, "around"),
 }
 """What is replaced -> by what, and how (`HookType` of SGLang)."""
+ON_GPUS: dict[str, Hook] = {
+    **_SEEDS,
+    "sglang.srt.layers.sampler.Sampler._sample_from_probs": (drawn_on_gpu, "around"),
+}
+"""The same on GPUs."""

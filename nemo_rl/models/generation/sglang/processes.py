@@ -1,8 +1,9 @@
-"""The entries of SGLang's processes on a CPU.
+"""The entries of SGLang's processes.
 
-SGLang's engine starts its scheduler and its detokenizer with functions that a subclass may name. Ours first install
-`hooks` in the scheduler, and a stand-in for `sgl_kernel`: SGLang's operators for CPUs are in no package of a registry,
-and are imported by name in any case. With the settings of `worker.engine_arguments` none is called; one that is raises.
+SGLang's engine starts its schedulers (one for each rank) and its detokenizer with functions that a subclass may name.
+Ours first install `hooks` in a scheduler. On a CPU they also put a stand-in in the place of `sgl_kernel`: SGLang's
+operators for CPUs are in no package of a registry, and are imported by name in any case. With the settings of
+`worker.engine_arguments` none is called; one that is raises.
 """
 
 from __future__ import annotations
@@ -51,18 +52,26 @@ def leave_out_models(architectures: Sequence[str]) -> None:
         os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(path.stem for path in files if path not in named)
 
 
-def run_scheduler(*args: Any) -> None:
+def run_scheduler_on_cpu(*args: Any) -> None:
     """SGLang's scheduler, which has the model."""
     prepare_import()
     torch.set_num_threads(1)
 
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    hooks.install()
+    hooks.install(hooks.ON_CPUS)
     run_scheduler_process(*args)
 
 
-def run_detokenizer(*args: Any) -> None:
+def run_scheduler_on_gpu(*args: Any) -> None:
+    """The scheduler of one rank, which has that rank's part of the model."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    hooks.install(hooks.ON_GPUS)
+    run_scheduler_process(*args)
+
+
+def run_detokenizer_on_cpu(*args: Any) -> None:
     """SGLang's detokenizer, which finds stop strings."""
     prepare_import()
 

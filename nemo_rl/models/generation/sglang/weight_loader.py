@@ -5,7 +5,8 @@ bucket with their own `load_weights`, whose writes are counted. Either way a syn
 refused.
 
 SGLang hands a loader named tensors and takes nothing back; an error would end the scheduler. So a request of
-`SglangWorker` is the name of an empty tensor, as JSON, and the answer is a file that the request names.
+`SglangWorker` is the name of an empty tensor, as JSON, and the answer is a file that the request names. Each rank of a
+tensor-parallel engine gets a request of its own and has a file of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nemo_rl.refit.layout import PackLayout, RefitError, Transport
 from nemo_rl.refit.transfer import LoadFn, WeightReceiver
 
 LOADER = "nemo_rl.models.generation.sglang.weight_loader.load"
+_REPACKS = ("use_flashinfer_trtllm_moe", "w13_swiglu_interleaved")  # attributes of the method of experts
 _PLAIN_METHODS = "sglang.srt.layers.quantization.unquant"  # the module of layers that are not quantised
 
 
@@ -37,6 +39,7 @@ class SchedulerRank:
         self._why_load: str | None = None  # why weights are not copied in place
         self._writes = WriteCounter()
         self._updating = False
+        self._saved: dict[str, torch.Tensor] = {}  # in host memory, while the model's memory is released
 
     def attach(
         self,
@@ -61,6 +64,11 @@ class SchedulerRank:
         receiver = self._attached()
         self._updating = False
         self._why_load = _why_not_in_place(model)
+        if repacked := _repacked(model):
+            raise RefitError(
+                f"{self._transport}: not supported yet: engines of SGLang that keep weights in another order, as "
+                f"{repacked} does; policy.generation.sglang_kwargs.moe_runner_backend=triton would work"
+            )
         if self._why_load is None:
             try:
                 self._in_place.trace(model, receiver.layout, self._transport, cast(LoadWeights, model.load_weights))
@@ -89,6 +97,13 @@ class SchedulerRank:
         else:
             with self._writes:
                 receiver.receive(bucket, bytes.fromhex(fingerprints))
+        self._wait_for_copies(model)
+
+    def _wait_for_copies(self, model: torch.nn.Module) -> None:
+        """The policy fills the half again when this bucket is answered, and a forward pass has a stream of its own."""
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def finish(self, model: torch.nn.Module) -> None:
         """Refuse an incomplete sync, then let products use the new weights."""
@@ -100,6 +115,24 @@ class SchedulerRank:
         if self._why_load is not None:
             refuse_stale(self._transport, unwritten(model, self._writes.written))
         forget_products()
+
+    # -- sleep
+
+    def save(self, model: torch.nn.Module) -> None:
+        """Copy the weights to host memory, as SGLang drops them with their memory."""
+        self._saved = {
+            name: torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
+            for name, weight in model.named_parameters()
+        }
+
+    def restore(self, model: torch.nn.Module) -> None:
+        """Copy what `save` has saved back, and compute the tensors that are derived from it."""
+        for name, weight in model.named_parameters():
+            weight.copy_(self._saved[name])
+        self._saved = {}
+        if hasattr(model, "post_load_weights"):
+            cast(Any, model).post_load_weights()
+        self._wait_for_copies(model)
 
     # -- comparison, which changes no weight
 
@@ -150,4 +183,13 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
         method = module.quant_method if hasattr(module, "quant_method") else None  # attention has None
         if method is not None and type(method).__module__ != _PLAIN_METHODS:
             return f"{name} uses {type(method).__name__}"
+    return None
+
+
+def _repacked(model: torch.nn.Module) -> str | None:
+    """The first layer of experts on a GPU whose weights are no longer in the order in which they are loaded."""
+    for name, module in model.named_modules():
+        method = module.quant_method if hasattr(module, "quant_method") else None  # attention has None
+        if method is not None and any(vars(method).get(switch) for switch in _REPACKS):
+            return name
     return None
