@@ -2,6 +2,7 @@
 # Engine, driver and Ray's dashboard in one environment, for a user without rights. docs/docker.md has the commands.
 #   docker build -t nemo-rl .                                              # GPUs
 #   docker build -t nemo-rl-cpu --build-arg BASE=ubuntu:24.04 --build-arg EXTRA=cpu .
+#   docker build -t nemo-rl-sglang --build-arg EXTRA=sglang-gpu .          # engines of SGLang on GPUs of their own
 ARG BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04
 FROM ${BASE}
 ARG EXTRA=vllm
@@ -41,7 +42,7 @@ RUN --mount=type=cache,target=/tmp/uv,uid=1000,gid=1000 \
 COPY --chown=1000:1000 . .
 RUN uv run --offline examples/run_grpo_math.py --help > /dev/null && ray --version
 
-# Environments of engines that do not fit into the one above: --build-arg ENGINES=sglang
+# Environments of engines that do not fit into the one above: --build-arg ENGINES=sglang-gpu
 ARG ENGINES=""
 RUN --mount=type=cache,target=/tmp/uv,uid=1000,gid=1000 \
     for extra in ${ENGINES}; do \

