@@ -28,8 +28,13 @@ except ProcessLookupError:
     pass
 """
 
-_REMOVE_FOLDER = """
-shutil.rmtree(sys.argv[2], ignore_errors=True)
+_REMOVE = """
+try:
+    os.unlink(sys.argv[2])
+except FileNotFoundError:
+    pass
+except OSError:  # a folder
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 
 # A process that is just being started may have no environment yet, and one that is killed may have started another.
@@ -78,9 +83,9 @@ def end_group_after_me() -> None:
     _start(_END_GROUP)
 
 
-def remove_after_me(folder: str) -> None:
-    """When this process ends, remove a folder."""
-    _start(_REMOVE_FOLDER, folder)
+def remove_after_me(path: str) -> None:
+    """When this process ends, remove a file or a folder; nothing, if there is none by then."""
+    _start(_REMOVE, path)
 
 
 @cache

@@ -22,7 +22,7 @@ from nemo_rl.models.generation.sglang import processes
 from nemo_rl.models.generation.sglang.hooks import GREEDY_BELOW, LEAST_TEMPERATURE
 from nemo_rl.models.generation.sglang.weight_loader import LOADER, SchedulerRank
 from nemo_rl.types import Completion, GenerationRequest, OnTokens, SampledTokens
-from nemo_rl.utils.guards import scratch_folder
+from nemo_rl.utils.guards import remove_after_me, scratch_folder
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -119,6 +119,8 @@ def prepare_environment(settings: EngineSettings) -> None:
             # SGLang would switch it off in its processes alone, and the members of a group must agree on it.
             os.environ.setdefault("NCCL_CUMEM_ENABLE", "-2")  # NCCL's default
     os.environ["TMPDIR"] = tempfile.tempdir = scratch_folder()
+    # The ranks meet in a file: torch's server for it would listen on every address of the machine.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch_folder()}/rendezvous"
 
 
 def cache_bytes(model: PretrainedConfig, itemsize: int) -> int:
@@ -163,6 +165,7 @@ class SglangWorker(EngineWorker):
         of_token = cache_bytes(model, 4 if cfg.dtype == "float32" else 2)
         self._engine = start_engine(engine_arguments(settings, of_token))
         self._manager = self._engine.tokenizer_manager
+        self._remove_files_after_me()
 
     def _set_up(self, settings: EngineSettings) -> None:
         self._transport = settings.weight_transfer
@@ -170,6 +173,12 @@ class SglangWorker(EngineWorker):
         self._calls = itertools.count()
         self._in_session = False
         self._is_saved = False  # the weights, in host memory
+
+    def _remove_files_after_me(self) -> None:
+        """SGLang leaves a file in /dev/shm, in which its scheduler writes how busy it is."""
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        remove_after_me(shm_path_for(self._engine.port_args.instance_id))
 
     # -- requests
 
