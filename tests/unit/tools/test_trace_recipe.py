@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl.algorithms.parts.placement import phases_of
 from nemo_rl.config.loader import load_config
@@ -18,6 +19,7 @@ from tools.standin.layouts import TOLERANCE, random_layouts
 from tools.standin.layouts import main as layouts_main
 from tools.standin.shapes import MODELS, published, shape
 from tools.standin.trace.compare import differences
+from tools.standin.trace.index_values import chosen_first, clear
 from tools.standin.trace.phases import in_allocator
 from tools.standin.trace.samples import batch_overrides
 from tools.trace_recipe import WITHOUT_ENGINE, predicted_of, problems_of, section_of
@@ -69,6 +71,20 @@ def test_a_recipe_that_continues_another_has_its_shape():
     assert published(name) == "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     with pytest.raises(ValueError, match=r"nobody/knows: its shape is not known here; add its config.json to MODELS"):
         published("nobody/knows")
+
+
+@pytest.mark.parametrize("first", (0, 3))
+def test_memory_is_cleared_by_whole_pages_and_at_their_edges_and_nothing_beside_it(first):
+    numbers = torch.ones(100_000)
+    clear(numbers[first:90_001])
+    assert not numbers[first:90_001].any() and numbers[:first].all() and numbers[90_001:].all()
+
+
+def test_the_order_of_chosen_experts_is_that_of_a_stable_sort():
+    mask = torch.arange(512) % 3 == 1
+    expected = torch.sort(mask, descending=True, stable=True)
+    values, index = chosen_first(tuple(map(torch.empty_like, expected)), mask)
+    assert torch.equal(values, expected.values) and torch.equal(index, expected.indices)
 
 
 LOCAL = [f"++policy.megatron_cfg.{key}={value}" for key, value in WITHOUT_ENGINE.items()]
