@@ -1,5 +1,6 @@
 """The stand-in for CUDA's libraries: what it says, what it refuses, and what a program on it sees."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn import functional
 
 from nemo_rl.utils.folders import cache_root
 from tools.standin import mistakes
-from tools.standin.build import STAMP, build, environment, missing, site_packages_of_torch, torch_version
+from tools.standin.build import HERE, STAMP, build, environment, missing, site_packages_of_torch, torch_version
 from tools.standin.hook import sitecustomize
 from tools.standin.mistakes import MISTAKES, Layout
 from tools.trace_recipe import Recipe
@@ -222,3 +225,33 @@ def test_with_values_the_device_computes_as_the_cpu_does_forward_and_backward():
     host, device = (json.loads(line) for line in done.stdout.splitlines())
     assert device[:2] == pytest.approx(host[:2], rel=1e-2) and device[2] == host[2] == [4, 3, 2, 1, 0], done.stderr
     assert "the CPU computes its values" in done.stderr
+
+
+def test_paged_attention_of_vllm_has_the_values_of_torch_and_refuses_what_it_does_not_know(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE / "hook"))
+    module, own = SimpleNamespace(), importlib.import_module("standin_vllm")
+    own.of_triton_attention(module)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 5, 4, 2, 8)  # of 5 pages of 4 tokens, 2 heads
+    pages, lengths = torch.tensor([[3, 1], [2, 0]]), torch.tensor([6, 3])
+    q, out = torch.randn(5, 4, 8), torch.zeros(5, 4, 8)
+    given = {"q": q, "k": k, "v": v, "out": out, "cu_seqlens_q": torch.tensor([0, 2, 4]), "seqused_k": lengths}
+    given |= {"block_table": pages, "max_seqlen_q": 2, "max_seqlen_k": 6, "softmax_scale": 0.5, "window_size": (-1, -1)}
+    given |= {"q_descale": None, "k_descale": None, "v_descale": None, "softcap": 0, "kv_quant_mode": 0, "causal": True}
+    module.unified_attention(**given, sinks=None)
+    for i, length in enumerate(lengths.tolist()):
+        keys, values = (cache[pages[i]].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in (k, v))
+        queries = q[2 * i : 2 * i + 2].transpose(0, 1)[None]
+        seen = torch.ones(2, length, dtype=torch.bool).tril(length - 2)
+        want = functional.scaled_dot_product_attention(queries, keys, values, seen, scale=0.5, enable_gqa=True)
+        torch.testing.assert_close(out[2 * i : 2 * i + 2], want[0].transpose(0, 1))
+    assert not out[4].any(), "a padded row"
+    used = [(pages[i], length) for i, length in enumerate(lengths.tolist())]
+    packed = [torch.cat([cache[row].flatten(0, 1)[:length] for row, length in used]) for cache in (k, v)]
+    for keys, of_keys, used, table in (((k, v), None, lengths, pages), (packed, torch.tensor([0, 6, 9]), None, None)):
+        rows = (given["cu_seqlens_q"], of_keys, None, None, used, 2, 6, table)
+        how = (0.5, True, -1, -1, 0)
+        answer = own.flash_attention(q, *keys, None, None, None, None, *rows, *[None] * 8, *how)
+        torch.testing.assert_close(answer[0][:4], out[:4], rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="no values of attention with sinks, softcap"):
+        module.unified_attention(**given | {"softcap": 30}, sinks=torch.zeros(4))

@@ -49,10 +49,18 @@ def of_vllm(operators):
         standin_vllm.of_operators(operators)
 
 
+def of_triton_attention(module):
+    if "STANDIN_VALUES" in os.environ:
+        import standin_vllm
+
+        standin_vllm.of_triton_attention(module)
+
+
 AFTER = {
     "torch": of_torch,
     "triton.runtime.interpreter": of_triton,
     "vllm._custom_ops": of_vllm,
+    "vllm.v1.attention.ops.triton_unified_attention": of_triton_attention,
     "vllm.v1.worker.gpu.sample.sampler": of_sampler,
 }
 

@@ -5,6 +5,7 @@ Every other operator of vLLM that has a CUDA kernel stops by name: a value that 
 
 import ctypes
 import os
+from itertools import pairwise
 
 import standin_values
 
@@ -85,23 +86,61 @@ def flash_attention(
 
     assert cu_q is not None and not softcap
     out = torch.empty_like(q) if out is None else out
-    sums = torch.zeros(q.shape[1], q.shape[0], device=q.device)
-    begins = cu_q.tolist()
     lengths = None if used_k is None else used_k.tolist()
-    key_begins = None if cu_k is None else cu_k.tolist()
-    for i, rows in enumerate(map(slice, begins, begins[1:])):
-        if rows.start >= rows.stop:
-            continue
-        if table is None:
-            keys = slice(*key_begins[i : i + 2])
-            own = k[keys], v[keys]
-        else:
-            pages = table[i, : -(-lengths[i] // k.shape[1])].long()
-            own = tuple(cache[pages].flatten(0, 1)[: lengths[i]] for cache in (k, v))
-        values, sums[:, rows] = standin_values.attend(q[rows], *own, scale, left, right, causal)
-        out[rows] = values.to(out.dtype)
+    if table is None:
+        begins = cu_k.tolist()
+        keys = [(k[begin:end], v[begin:end]) for begin, end in pairwise(begins)]
+    else:
+        keys = _of_pages(k, v, table, lengths)
+    sums = _attend_rows(q, keys, out, cu_q, (scale, left, right, causal))
     return [out, sums, torch.empty(0, device=q.device), torch.empty(0, device=q.device)]
 
+
+def _of_pages(k, v, table, lengths):
+    """The keys and values of each sequence, by its row of the table, in a cache [pages, page size, kv heads, D]."""
+    for i, length in enumerate(lengths):
+        pages = table[i, : -(-length // k.shape[1])].long()
+        yield tuple(cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+
+
+def _attend_rows(q, keys, out, cu_q, how):
+    """Writes the attention of packed queries to `out`. Returns the logarithms of the sums [heads, T]."""
+    import torch
+
+    sums = torch.zeros(q.shape[1], q.shape[0], device=q.device)
+    for (begin, end), own in zip(pairwise(cu_q.tolist()), keys, strict=False):  # padded queries have no keys
+        if begin < end:
+            values, sums[:, begin:end] = standin_values.attend(q[begin:end], *own, *how)
+            out[begin:end] = values.to(out.dtype)
+    return sums
+
+
+def of_triton_attention(module):
+    """In place of `vllm.v1.attention.ops.triton_unified_attention`, in Triton's interpreter nine tenths of a step.
+
+    vLLM takes it for float32.
+    """
+
+    def unified_attention(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+        block_table, softcap, q_descale, k_descale, v_descale, **others,
+    ):  # fmt: skip
+        import torch
+
+        asked = [name for name in ATTENTION_WITHOUT_VALUES if others.get(name) is not None]
+        counts = {"softcap": softcap, "kv_quant_mode": others.get("kv_quant_mode")}
+        asked += [name for name, value in counts.items() if value]
+        if isinstance(causal, torch.Tensor):
+            asked.append("causal by sequence")
+        if asked:
+            raise RuntimeError(f"the stand-in for CUDA has no values of attention with {', '.join(asked)}")
+        keys = _of_pages(k, v, block_table, seqused_k.tolist())
+        _attend_rows(q, keys, out, cu_seqlens_q, (softmax_scale, *window_size, causal))
+
+    module.unified_attention = unified_attention
+
+
+ATTENTION_WITHOUT_VALUES = ("alibi_slopes", "output_scale", "qq_bias", "sinks", "mm_prefix_range", "rswa_window")
 
 OPERATORS = {
     "_C": {
