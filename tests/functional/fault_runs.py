@@ -29,9 +29,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.utils.venvs import python_executable_for
 from tests.functional import faulty
 from tests.functional.cli import ROOT, assert_out_of_reach, begin, comparable, example, keys, run, small
-from tests.functional.fault_table import Cell
+from tests.functional.fault_table import SGLANG, Cell
 
 TIMEOUT_S = 30
 LIFE_S = 240  # of a start and of one cell
@@ -113,6 +114,8 @@ class Chain:
     def play(self, cells: Sequence[Cell]) -> list[Ending]:
         """Every cell, and one more life if the last one ended the run."""
         left = list(enumerate(cells))
+        if self.loop == SGLANG:
+            python_executable_for(SGLANG)  # uv, which makes its environment, leaves locks in TMPDIR
         if any(cell.who == "verifier" for cell in cells):
             self.overrides += VERIFIED
         self.folder.mkdir(parents=True, exist_ok=True)
