@@ -231,7 +231,8 @@ class Chain:
         rows = rows_in(self.folder)
         last = max(rows) + 1  # the last step may be validated whatever the period
         how, overrides = RUNS[self.loop]
-        limit = f"{'grpo' if self.loop == 'async' else self.loop}.max_num_steps={last}"
+        section = "grpo" if self.loop in ("async", SGLANG) else self.loop
+        limit = f"{section}.max_num_steps={last}"
         folder = self.folder.with_name("whole")
         run(folder, *overrides, *COMMON, *self.overrides, limit, **how, timeout_s=LIFE_S + last * 10)
         want = rows_in(folder)
