@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from nemo_rl.distributed.collectives import own_address
 from nemo_rl.distributed.errors import first_line
 from nemo_rl.refit.layout import NUM_HALVES, RefitError, Rendezvous, Transport
+from nemo_rl.utils.guards import remove_after_me
 
 _TOKEN_BYTES = 16
 COLLECTIVE_KEY = "collective"
@@ -164,6 +165,12 @@ def device_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+@cache
+def _remove_counters_after_me(name: str) -> None:
+    """torch counts the readers of a process's exports in a file of this name, which it leaves in /dev/shm."""
+    remove_after_me(f"/dev/shm{name}")
+
+
 class CudaIpcBuffer(TransferBuffer):
     """Device memory exported once through CUDA IPC; the reader must be on the same physical GPU."""
 
@@ -177,6 +184,7 @@ class CudaIpcBuffer(TransferBuffer):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         reduced: tuple[Any, tuple[Any, ...]] = reduce_tensor(buffer)
         arguments = reduced[1]
+        _remove_counters_after_me(os.fsdecode(arguments[11]))
         # Of the arguments of `rebuild_cuda_tensor`, only these are unknown to the reader. They travel without a pickle.
         shared = (*arguments[7:10], *arguments[11:15])  # handles of storage, counter and event, sizes and offsets
         shared = [value.hex() if isinstance(value, bytes) else value for value in shared]
