@@ -12,7 +12,7 @@ is one share of the rest. `benchmarks/memory.py` measures the training phase on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,15 @@ from nemo_rl.models.policy.head.logit_tiles import FREE_SHARE, GPU_TILE_BYTES, M
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, Share, layers_of_ranks, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
-from nemo_rl.models.policy.vision.families import FAMILIES, language_modules, sees_images
+from nemo_rl.models.policy.vision.families import (
+    FAMILIES,
+    LANGUAGE_MODEL,
+    PROJECTOR,
+    VISION_TOWER,
+    language_modules,
+    part_of,
+    sees_images,
+)
 from nemo_rl.refit.layout import MAX_BUCKET_BYTES, MIN_BUCKETS, NUM_HALVES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,6 +57,7 @@ class ModelShape:
     num_layers: int
     root_parameters: int  # embeddings, head and last norm
     tower_parameters: int  # of a vision tower and its projector, whole on every tensor rank
+    projector_parameters: int  # of them
     largest_parameter: int
     adapter_width: int  # inputs and outputs of all linear layers of one layer
     hidden: int
@@ -80,6 +89,10 @@ class ModelShape:
         inside = [parameter for layer in layers for parameter in layer.parameters()]
         language = {parameter for module in of_language for parameter in module.parameters(recurse=False)}
         language_parameters = sum(parameter.numel() for parameter in language)
+        projector = 0
+        if sees_images(config):
+            family = FAMILIES[config.model_type]
+            projector = sum(p.numel() for n, p in model.named_parameters() if part_of(n, family) == PROJECTOR)
         experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)
         linear = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
         vectors = [parameter.numel() for parameter in layers[0].parameters() if parameter.ndim == 1]
@@ -97,6 +110,7 @@ class ModelShape:
             num_layers=len(layers),
             root_parameters=language_parameters - sum(p.numel() for p in inside),
             tower_parameters=sum(p.numel() for p in model.parameters()) - language_parameters,
+            projector_parameters=projector,
             largest_parameter=max(parameter.numel() for parameter in model.parameters()),
             adapter_width=sum(m.in_features + m.out_features for m in linear) // len(layers),
             hidden=hidden,
@@ -117,6 +131,15 @@ class ModelShape:
     def loaded(self, share: float) -> ModelShape:
         """As a rank sees the model whose experts get `share` times as many rows as the average."""
         return replace(self, routed=round(self.routed * share), intermediate=round(self.intermediate * share))
+
+    def frozen(self, parts: Collection[str], whole: float) -> float:
+        """Parameters of those `parts` (see `policy.freeze`) among the `whole` that ranks share."""
+        numbers = {
+            VISION_TOWER: self.tower_parameters - self.projector_parameters,
+            PROJECTOR: self.projector_parameters,
+            LANGUAGE_MODEL: whole - self.tower_parameters,
+        }
+        return sum(numbers[part] for part in parts)
 
     def saved_numbers(self, compute_bytes: int, tensor_parallel: int, split: int = 1) -> float:
         """Bytes that one layer keeps of one token for its backward pass. `split`: ranks that share positions in norms.
@@ -197,6 +220,8 @@ def training_phases(
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
     of_weights = 0.0 if not is_trained else 1.0  # numbers that are trained
+    if is_trained and model.tower_parameters:
+        of_weights -= model.frozen(policy.freeze, share.whole) / share.whole
     if is_trained and policy.adapters.enabled:
         of_weights = layers * model.adapter_width * policy.adapters.dim / share.whole
     own, trained = share.own, share.own * of_weights
