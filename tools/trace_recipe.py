@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--config", type=Path, help="of a run with GPUs")
     asked.add_argument("--table", type=Path, metavar="FOLDER", help="print a table of the --json files there, and end")
-    parser.add_argument("--rank", type=int, default=0, help="whose work is done")
+    parser.add_argument("--rank", type=rank_numbers, default=[0], help="whose work is done; 0,2: compared")
     parser.add_argument("--all-ranks", action="store_true", help="of every rank, one after the other, and compare them")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="its memory and its compute capability")
     parser.add_argument("--json", type=Path, help="write what was found there, too")
     parser.add_argument("overrides", nargs="*", help="key=value")
     return parser.parse_intermixed_args(argv)
+
+
+def rank_numbers(text: str) -> list[int]:
+    """Of the option --rank: numbers with commas between them."""
+    return [int(part) for part in text.split(",")]
 
 
 def section_of(path: Path) -> str:
@@ -55,7 +60,13 @@ def section_of(path: Path) -> str:
     return found.pop()
 
 
-WITHOUT_ENGINE = {"transformer_impl": "local", "moe_permute_fusion": "false", "moe_grouped_gemm": "false"}
+WITHOUT_ENGINE = {
+    "transformer_impl": "local",
+    "moe_permute_fusion": "false",
+    "moe_grouped_gemm": "false",
+    "optimizer.use_precision_aware_optimizer": "false",
+    "optimizer.optimizer_cpu_offload": "false",
+}
 """Keys of `megatron_cfg` where Transformer Engine is not installed."""
 
 
@@ -75,6 +86,7 @@ class Recipe:
     @classmethod
     def prepare(cls, path: Path, overrides: Sequence[str]) -> Recipe:
         """Raises ValueError: it is no training run, or the shape of a model is not known."""
+        from nemo_rl.models.policy.vision.families import sees_images
         from tools.standin.shapes import published, shape
         from tools.standin.trace.folder import disk_bytes, sparse_folder
         from tools.standin.trace.samples import batch_overrides
@@ -87,12 +99,16 @@ class Recipe:
         replaced, folders = [], set()
         is_local = config.policy.megatron_cfg.enabled and importlib.util.find_spec("transformer_engine") is None
         if is_local and config.policy.megatron_cfg.transformer_impl != "local":
-            print("Transformer Engine is not installed: layers are Megatron's own")
-            used = [key for key, policy in models.items() if policy.megatron_cfg.enabled]
+            used = {key: policy.megatron_cfg.optimizer for key, policy in models.items() if policy.megatron_cfg.enabled}
+            stays = any(optimizer.optimizer_cpu_offload for optimizer in used.values())
+            more = ", and its optimizer stays on the GPU" if stays else ""
+            print(f"Transformer Engine is not installed: layers are Megatron's own{more}")
             given = [f"++{key}.megatron_cfg.{name}={value}" for key in used for name, value in WITHOUT_ENGINE.items()]
             return cls.prepare(path, [*overrides, *given])
+        has_images = False
         for key, policy in models.items():
             name = published(policy.model_name)
+            has_images |= sees_images(shape(name))
             folder = sparse_folder(shape(name), cache_root() / "standin" / "models" / name.replace("/", "_"))
             folders.add(folder)
             replaced += [f"{key}.model_name={folder}", f"++{key}.tokenizer.name={folder}"]
@@ -114,13 +130,9 @@ class Recipe:
             ],
             variables=dict(config.policy.backend_cfg.env_vars or {}),
             compiles=compiles,
-            has_indices=config.policy.megatron_cfg.enabled or section == "distillation",
+            has_indices=has_images or config.policy.megatron_cfg.enabled or section == "distillation",
             disk=sum(disk_bytes(folder) for folder in folders),
         )
-
-    def trace(self, rank: int, gpu: str) -> dict[str, Any]:
-        """What one rank did, as `tools/standin/trace/rank.py` reports it, in a process of its own."""
-        return next(reports([self.task(rank)], gpu, self.variables))
 
     def trace_all(self, gpu: str) -> Iterator[dict[str, Any]]:
         """What each rank did. First all of them start, and each leaves what the others need to know of it."""
@@ -136,8 +148,6 @@ class Recipe:
         """`objects`: see `neighbours.join`. `only_starts`: the rank takes no training step."""
         from tools.standin.trace.index_values import WRITES
 
-        # What a copy writes takes memory of this machine: Megatron's indices are smaller than the weights of an expert.
-        writes = WRITES if self.section == "distillation" else WRITES >> 3 if self.has_indices else 0
         return {
             "config": str(self.path.absolute()),
             "section": self.section,
@@ -147,8 +157,18 @@ class Recipe:
             "has_indices": self.has_indices,
             "objects": objects,
             "only_starts": only_starts,
-            "writes": writes,
+            "writes": WRITES if self.has_indices else 0,
         }
+
+
+def traces(cases: Sequence[tuple[Recipe, int]], gpu: str) -> Iterator[dict[str, Any]]:
+    """What one rank of each recipe did, as `tools/standin/trace/rank.py` reports it, as they end.
+
+    Recipes that set the same variables share a process that has imported everything, and each rank has a fork of it.
+    """
+    for _, group in groupby(cases, lambda case: case[0].variables):
+        same = list(group)
+        yield from reports([recipe.task(rank) for recipe, rank in same], gpu, same[0][0].variables)
 
 
 def reports(tasks: Sequence[Mapping[str, Any]], gpu: str, variables: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -224,12 +244,41 @@ def problems_of(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
+ON_A_CPU = {
+    ("grpo", "dtensor", False): "grpo_math_cpu",
+    ("grpo", "dtensor", True): "grpo_vlm_cpu",
+    ("grpo", "megatron", False): "grpo_math_megatron_cpu",
+    ("ppo", "dtensor", False): "ppo_math_cpu",
+    ("distillation", "dtensor", False): "distillation_math_cpu",
+    ("distillation", "megatron", False): "distillation_math_megatron_cpu",
+    ("sft", "dtensor", False): "sft_cpu",
+    ("sft", "dtensor", True): "sft_vlm_cpu",
+    ("sft", "megatron", False): "sft_megatron_cpu",
+    ("dpo", "dtensor", False): "dpo_cpu",
+    ("dpo", "megatron", False): "dpo_megatron_cpu",
+    ("rm", "dtensor", False): "rm_cpu",
+}
+"""By algorithm, backend, and whether the model sees images: the configuration whose tiny run a CPU has done."""
+
+
+def kind_of(path: Path) -> tuple[str, str, bool]:
+    """The key in `ON_A_CPU` of a configuration whose model `tools/standin/shapes.py` knows."""
+    from nemo_rl.models.policy.vision.families import sees_images
+    from tools.standin.shapes import published, shape
+
+    section = section_of(path)
+    config: Any = load_config(import_object(MASTERS[section], "model"), path, [])
+    backend = "megatron" if config.policy.megatron_cfg.enabled else "dtensor"
+    return section, backend, sees_images(shape(published(config.policy.model_name)))
+
+
 def table_of(folder: Path) -> str:
     """A Markdown table of traces that `--json` wrote into `folder`, for docs/gpu.md. GB without the CUDA context."""
     lines = [
-        "| configuration | on a GPU | over the stand-in | peak | predicted | reserved | predicted |",
-        "|---|---|---|---|---|---|---|",
+        "| configuration | on a GPU | over the stand-in | on a CPU | peak | predicted | reserved | predicted |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    configs = {path.name: path for path in (ROOT / "examples" / "configs").rglob("*.yaml")}
     for path in sorted(folder.glob("*.json")):
         first = json.loads(path.read_text(encoding="utf-8"))[0]
         where = f"rank {first['rank']} of {first['world_size']}"
@@ -240,7 +289,8 @@ def table_of(folder: Path) -> str:
         foreseen = predicted_of(name, first["predicted"]) or {"peak": 0.0, "reserved": 0.0}
         cells = [gb(number) for kind in ("peak", "reserved") for number in (row[kind], foreseen[kind])]
         with_keys = "".join(f", `{key}`" for key in first["overrides"])
-        lines.append(f"| {path.stem}{with_keys} | no | {where} | {' | '.join(cells)} |")
+        on_cpu = ON_A_CPU[kind_of(configs[first["config"]])]
+        lines.append(f"| {path.stem}{with_keys} | no | {where} | {on_cpu} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -251,13 +301,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         recipe = Recipe.prepare(arguments.config, arguments.overrides)
-        if not 0 <= arguments.rank < recipe.num_ranks:
-            raise ValueError(f"--rank {arguments.rank}: the training ranks are 0 to {recipe.num_ranks - 1}")
+        if unknown := [rank for rank in arguments.rank if not 0 <= rank < recipe.num_ranks]:
+            raise ValueError(f"--rank {unknown[0]}: the training ranks are 0 to {recipe.num_ranks - 1}")
         reports, problems = [], []
         if arguments.all_ranks:
             found = recipe.trace_all(arguments.gpu)
         else:
-            found = iter([recipe.trace(arguments.rank, arguments.gpu)])
+            found = traces([(recipe, rank) for rank in arguments.rank], arguments.gpu)
         for report in found:
             told = {"config": arguments.config.name, "overrides": arguments.overrides, "compiles": recipe.compiles}
             reports.append(report | told)
@@ -266,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(visible(f"error: {error}\n"))
         return 2
-    if arguments.all_ranks:
+    if len(reports) > 1:
         from tools.standin.trace.compare import differences
 
         messages = {r["rank"]: {tuple(ranks): found for ranks, found in r["messages"]} for r in reports}

@@ -27,7 +27,7 @@ from nemo_rl.models.policy.dtensor.checks import check_layout  # noqa: E402
 from nemo_rl.utils.registry import import_object  # noqa: E402
 from tools.config_cli import MODELS as MASTERS  # noqa: E402
 from tools.standin.shapes import shape  # noqa: E402
-from tools.trace_recipe import Recipe, predicted_of, problems_of, reports, section_of  # noqa: E402
+from tools.trace_recipe import Recipe, predicted_of, problems_of, section_of, traces  # noqa: E402
 
 TOLERANCE = 0.15
 
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = Recipe.prepare(layout.path, layout.overrides)
         is_pipeline = any("pipeline_parallel_size" in key for key in layout.overrides)
         cases += [(number, layout, recipe, rank) for rank in (0, recipe.num_ranks - 1)[: 1 + is_pipeline]]
-    traced = reports([recipe.task(rank) for _, _, recipe, rank in cases], "h200", {})
+    traced = traces([(recipe, rank) for _, _, recipe, rank in cases], "h200")
     for (number, layout, recipe, _), report in zip(cases, traced, strict=True):
         found = compared(report | {"compiles": recipe.compiles})
         problems = problems_of(report)

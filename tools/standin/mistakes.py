@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools.standin.trace.compare import differences  # noqa: E402
+from tools.trace_recipe import Recipe, traces  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n0", "-q", "-x", "--no-header", "--timeout=60", "-p", "no:cacheprovider")
 
@@ -208,31 +208,37 @@ MISTAKES = {
 }
 
 
-def trace(tree: Path, layout: Layout, rank: int) -> dict[str, Any]:
-    """The report of `tools/trace_recipe.py` in this tree of sources; `stop` says where the rank stopped, if it did."""
+Report = dict[str, Any]
+Right = dict[tuple[Layout, int], Report]
+"""By layout and rank: the report without a mistake."""
+
+
+def right_traces(chosen: Sequence[Mistake]) -> Right:
+    cases = list(dict.fromkeys((mistake.layout, rank) for mistake in chosen for rank in mistake.ranks))
+    recipes = {layout: Recipe.prepare(ROOT / layout.path, layout.overrides) for layout, _ in cases}
+    found = traces([(recipes[layout], rank) for layout, rank in cases], "h100")
+    return dict(zip(cases, found, strict=True))
+
+
+def wrong_traces(mistake: Mistake, tree: Path) -> list[Report]:
+    """The reports of `tools/trace_recipe.py` in this tree of sources; `stop` says where a rank stopped, if it did."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "report.json")
-        arguments = ["--config", layout.path, "--rank", str(rank), "--json", str(out)]
-        command = [sys.executable, "tools/trace_recipe.py", *arguments, *layout.overrides]
+        arguments = ["--config", mistake.layout.path, "--rank", ",".join(map(str, mistake.ranks)), "--json", str(out)]
+        command = [sys.executable, "tools/trace_recipe.py", *arguments, *mistake.layout.overrides]
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
         if not out.exists():
             raise ValueError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-        return json.loads(out.read_text())[0]
+        return json.loads(out.read_text())
 
 
-@cache
-def right_trace(layout: Layout, rank: int) -> dict[str, Any]:
-    """Without a mistake."""
-    return trace(ROOT, layout, rank)
-
-
-def differing_message(reports: Sequence[dict[str, Any]]) -> str | None:
+def differing_message(reports: Sequence[Report]) -> str | None:
     """The first collective or message that the ranks see differently."""
     found = differences({report["rank"]: {tuple(r): log for r, log in report["messages"]} for report in reports})
     return found[0] if found else None
 
 
-def other_numbers(right: dict[str, Any], wrong: dict[str, Any]) -> str | None:
+def other_numbers(right: Report, wrong: Report) -> str | None:
     """The first phase that has other numbers than without the mistake, but for its seconds."""
     for phase, numbers in right["phases"].items():
         found = wrong["phases"].get(phase)
@@ -244,11 +250,11 @@ def other_numbers(right: dict[str, Any], wrong: dict[str, Any]) -> str | None:
     return None
 
 
-def over_standin(mistake: Mistake, tree: Path) -> str | None:
+def over_standin(mistake: Mistake, tree: Path, right_ones: Right) -> str | None:
     """How the stand-in notices the mistake in this tree, or None."""
-    right = [right_trace(mistake.layout, rank) for rank in mistake.ranks]
+    right = [right_ones[mistake.layout, rank] for rank in mistake.ranks]
     assert all(report["stop"] is None for report in right) and differing_message(right) is None
-    wrong = [trace(tree, mistake.layout, rank) for rank in mistake.ranks]
+    wrong = wrong_traces(mistake, tree)
     for report in wrong:
         if report["stop"] is not None:
             return f"stops: {report['stop']['error'].splitlines()[0]}"
@@ -291,12 +297,12 @@ def placed(mistake: Mistake) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MISTAKES))
-    changed = 0
-    for name in parser.parse_args(arguments).names or MISTAKES:
-        mistake = MISTAKES[name]
+    chosen = {name: MISTAKES[name] for name in parser.parse_args(arguments).names or MISTAKES}
+    changed, right = 0, right_traces(list(chosen.values()))
+    for name, mistake in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
             copied(mistake, Path(folder))
-            standin, test = over_standin(mistake, Path(folder)), in_tests(mistake, Path(folder))
+            standin, test = over_standin(mistake, Path(folder), right), in_tests(mistake, Path(folder))
         as_expected = (standin or "").partition(":")[0] == mistake.standin.partition(":")[0]
         as_expected = as_expected and (test is not None) == mistake.fails
         changed += not as_expected

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from tools.standin import mistakes
 from tools.standin.build import HERE, STAMP, build, environment, missing, site_packages_of_torch, torch_version
 from tools.standin.hook import sitecustomize
 from tools.standin.mistakes import MISTAKES, Layout
-from tools.trace_recipe import Recipe
+from tools.trace_recipe import Recipe, traces
 
 LACKS = missing(site_packages_of_torch())
 needs_build = pytest.mark.skipif(bool(LACKS), reason=f"the stand-in for CUDA needs {', '.join(LACKS)}")
@@ -175,8 +174,7 @@ COLLECTIVES = {
 def test_one_rank_of_each_kind_of_layout_builds_trains_offloads_and_refits_on_the_device(capfd):
     """And leaves nothing: torch itself leaves its counters of the readers of memory in /dev/shm."""
     recipes = [Recipe.prepare(mistakes.ROOT / layout.path, layout.overrides) for layout in LAYOUTS.values()]
-    with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(lambda recipe: recipe.trace(0, "h100"), recipes))
+    reports = traces([(recipe, 0) for recipe in recipes], "h100")
     for layout, report in zip(LAYOUTS, reports, strict=True):
         assert report["stop"] is None, (layout, report["stop"])
         train = next(numbers for phase, numbers in report["phases"].items() if "train" in phase)

@@ -1,9 +1,8 @@
 """The trace of a recipe over the stand-in for CUDA: what it compares, and that predictions agree with what it saw."""
 
 import json
-import subprocess
-import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 
 from nemo_rl.algorithms.parts.placement import phases_of
 from nemo_rl.config.loader import load_config
+from nemo_rl.config.sources import load_tree
 from nemo_rl.models.policy.memory import Machine, ModelShape
 from tests.tables import named
-from tests.unit.config.run_configs import CONFIGS, MASTERS, ROOT
+from tests.unit.config.run_configs import CONFIGS, MASTERS
 from tools.standin.build import GPUS
 from tools.standin.layouts import TOLERANCE, random_layouts
 from tools.standin.layouts import main as layouts_main
@@ -22,7 +22,8 @@ from tools.standin.trace.compare import differences
 from tools.standin.trace.index_values import chosen_first, clear
 from tools.standin.trace.phases import in_allocator
 from tools.standin.trace.samples import batch_overrides
-from tools.trace_recipe import WITHOUT_ENGINE, predicted_of, problems_of, section_of
+from tools.trace_recipe import ON_A_CPU, WITHOUT_ENGINE, Recipe, kind_of, predicted_of, problems_of, section_of, traces
+from tools.trace_recipe import main as trace_main
 
 BOTH, PAIR = (0, 1), (2, 3)
 REDUCE, GATHER = "all_reduce of 8 float32", "all_gather of 4 bfloat16"
@@ -87,6 +88,24 @@ def test_the_order_of_chosen_experts_is_that_of_a_stable_sort():
     assert torch.equal(values, expected.values) and torch.equal(index, expected.indices)
 
 
+def on_gpus(folder: str) -> list[Path]:
+    """All recipes of a folder, or the configurations whose model has a name that is known here."""
+    paths = sorted((CONFIGS / folder).glob("*.yaml"))
+    return [path for path in paths if folder or load_tree(path).get(("policy", "model_name")) in MODELS]
+
+
+FOLDERS = ("", "recipes/llm", "recipes/methods")
+
+
+@pytest.mark.standin
+def test_the_table_names_a_configuration_for_a_cpu_of_the_same_kind():
+    assert {kind_of(path) for folder in FOLDERS for path in on_gpus(folder)} == set(ON_A_CPU)
+    for (section, backend, sees_images), name in ON_A_CPU.items():
+        config = load_config(MASTERS[section], CONFIGS / f"{name}.yaml", [])
+        assert config.policy.megatron_cfg.enabled == (backend == "megatron")
+        assert ("vlm" in name) == sees_images and config.training_cluster.gpus_per_node == 0
+
+
 LOCAL = [f"++policy.megatron_cfg.{key}={value}" for key, value in WITHOUT_ENGINE.items()]
 
 # GB in training, as tools/trace_recipe.py saw them: peak, and reserved by the allocator, without the CUDA context.
@@ -97,6 +116,10 @@ SEEN = {
     "sft_megatron": (31.6, 32.2),
     "grpo_math_8B_megatron": (40.7, 42.7),
     "distillation_math": (18.3, 22.0),
+    "grpo_vlm_3B": (58.2, 64.0),
+    "grpo_vlm_qwen3_vl_4B": (41.2, 47.6),
+    "grpo_vlm_smolvlm2": (38.7, 48.8),
+    "sft_vlm_3B": (65.1, 72.7),
     "recipes/llm/grpo-qwen2.5-7b-instruct-1n8g": (26.9, 36.7),
     "recipes/llm/grpo-qwen3-8b-1n8g": (29.7, 40.8),
     "recipes/llm/grpo-qwen2.5-32b-instruct-4n8g": (27.0, 34.1),
@@ -169,16 +192,41 @@ def test_random_layouts_are_predicted_within_fifteen_percent():
     assert layouts_main(["--seed", "1", "--number", "20"]) == 0
 
 
-RECIPES = [path.relative_to(CONFIGS).with_suffix("") for path in sorted((CONFIGS / "recipes").rglob("*.yaml"))]
+EXPERTS_OVER_RANKS = (
+    "policy.model_name=tiny-qwen3moe@2",
+    "policy.max_total_sequence_length=64",
+    "policy.sequence_packing.train_mb_tokens=128",
+    "policy.sequence_packing.logprob_mb_tokens=128",
+    "policy.megatron_cfg.expert_model_parallel_size=2",
+    "policy.generation.vllm_cfg.tensor_parallel_size=1",
+    "data.max_input_seq_length=32",
+    "cluster.num_nodes=1",
+    "cluster.gpus_per_node=2",
+)
 
 
 @pytest.mark.standin
-@pytest.mark.parametrize("name", RECIPES, ids=lambda name: name.name)
-def test_one_rank_of_every_recipe_runs_at_full_size(name, tmp_path):
-    """Every recipe on its own GPUs, with all phases of its algorithm."""
-    path = CONFIGS / f"{name}.yaml"
-    command = [sys.executable, ROOT / "tools" / "trace_recipe.py", "--config", path, "--json", tmp_path / "out"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    [report] = json.loads((tmp_path / "out").read_text())
-    assert any(key.startswith("policy train") for key in report["phases"])
+def test_megatrons_experts_over_two_ranks_dispatch_alike_on_both(tmp_path):
+    """The dispatcher sends as many rows as counts of all ranks say, which the host reads."""
+    path, found = CONFIGS / "grpo_math_qwen30ba3b_megatron.yaml", tmp_path / "found.json"
+    assert trace_main(["--config", str(path), "--all-ranks", "--json", str(found), *EXPERTS_OVER_RANKS]) == 0
+    for report in json.loads(found.read_text()):
+        train = next(numbers for phase, numbers in report["phases"].items() if phase.startswith("policy train"))
+        assert train["collectives"]["alltoall_base x2"] > 0 and report["syncs"]
+
+
+TAKES_MINUTES = "grpo_math_qwen30ba3b_megatron"  # eight of a CPU, for 48 layers of 128 experts
+
+
+@pytest.mark.standin
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_one_rank_of_every_configuration_runs_at_full_size(folder):
+    """On its own GPUs, with all phases of its algorithm."""
+    recipes = {path.stem: Recipe.prepare(path, []) for path in on_gpus(folder) if path.stem != TAKES_MINUTES}
+    problems = {}
+    for name, report in zip(recipes, traces([(recipe, 0) for recipe in recipes.values()], "h100"), strict=True):
+        is_trained = any(key.startswith("policy train") for key in report["phases"])
+        if found := problems_of(report) or ([] if is_trained else ["no training step"]):
+            problems[name] = found
+    assert not problems

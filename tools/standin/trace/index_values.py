@@ -2,8 +2,8 @@
 
 Offsets of packed rows, rows of each expert, orders and masks decide shapes, and the host reads them. Operations on
 integers, and on constants that are made of them, are computed on the host, which reads and writes the device's memory
-by its address. Numbers that are computed of weights have no values. Experts are chosen in turn, so all get as many
-rows, and ranks that are absent send what this one has.
+by its address. Numbers that are computed of weights have no values: the host reads them as 0. Experts are chosen in
+turn, so all get as many rows, and ranks that are absent send what this one has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_NUMBERS = 1 << 23
 MOST_FLOATS = 1 << 21
 """Of a result that holds no integers: above, it is taken for weights or gradients, and has no value."""
 
-WRITES = 1 << 24
+WRITES = 1 << 18
 """Bytes up to which any copy to the device takes place: torch.tensor() makes one that no mode sees."""
 
 UNTOUCHED = {
@@ -45,6 +45,9 @@ BYTES = (torch.uint8, torch.int8)
 """Of weights that move between host and device."""
 
 COPIES = {ATEN._to_copy, ATEN.copy_, ATEN.clone}
+CONVOLUTIONS = {ATEN.convolution, ATEN.convolution_backward}
+"""Of cuDNN, which has no stand-in: they have no values, and torch's own kernels would go from patch to patch."""
+
 INDEXED = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
 RANDOM = {ATEN.rand, ATEN.randn, ATEN.randint}
 
@@ -72,6 +75,8 @@ class IndexValues(TorchDispatchMode):
             out = func(*args, **kwargs)
             _answer(func, args, out)
             return out
+        if packet in CONVOLUTIONS and tensors[0].is_cuda:
+            return _without_values(func, args, kwargs)
         if packet is ATEN.topk and tensors[0].is_cuda:
             return _in_turn(func(*args, **kwargs), tensors[0].shape[-1])
         if packet is ATEN.sort and tensors[0].is_cuda:
@@ -79,6 +84,8 @@ class IndexValues(TorchDispatchMode):
                 return _from_row(func(*args, **kwargs))
             if tensors[0].dtype is torch.bool and tensors[0].ndim == 1 and kwargs.get("descending"):
                 return chosen_first(func(*args, **kwargs), tensors[0])
+        if packet is ATEN._local_scalar_dense and not self._has_value(tensors[0]):
+            return 0.0
         if packet in UNTOUCHED or func.namespace != "aten" or not all(map(_is_plain, tensors)):
             return func(*args, **kwargs)
         alias = func._schema.returns[0].alias_info if func._schema.returns else None
@@ -100,6 +107,8 @@ class IndexValues(TorchDispatchMode):
             source, target = (args[1], args[0]) if packet is ATEN.copy_ else (args[0], out)
             if source.is_cuda != target.is_cuda and _is_index(source) and source.dtype not in BYTES:
                 at_host(target).copy_(at_host(source))
+            elif source.is_cuda and not target.is_cuda and target.nbytes <= WRITES and not self._has_value(source):
+                target.zero_()
         if writes and isinstance(args[0], torch.Tensor):
             self._known.pop(args[0], None)
         return out
@@ -171,6 +180,16 @@ class IndexValues(TorchDispatchMode):
         return func(*tree_map(down, args), **host_kwargs)
 
 
+class FalseAnswers(TorchDispatchMode):
+    """Active in a weight sync, which asks whether any bits differ: bits of weights have no values, so none do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_cuda and out.dtype is torch.bool:
+            clear(out)
+        return out
+
+
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= MOST_FLOATS
 
@@ -198,6 +217,14 @@ def at_host(tensor: torch.Tensor) -> torch.Tensor:
     view = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     numbers = torch.frombuffer(view, dtype=tensor.dtype, count=storage.nbytes() // tensor.itemsize)
     return numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """New tensors of the device with the shapes of the results."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+    made = func(*args, **kwargs)
+    return tree_map(lambda leaf: None if leaf is None else torch.empty_like(leaf, device=tensors[0].device), made)
 
 
 def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

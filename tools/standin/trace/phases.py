@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl.models.policy.memory import RESERVE, Phase
-from tools.standin.trace.index_values import IndexValues
+from tools.standin.trace.index_values import FalseAnswers, IndexValues
 
 ATEN = torch.ops.aten
 PRODUCTS = {ATEN.mm: (0, 1), ATEN.addmm: (1, 2), ATEN.bmm: (0, 1), ATEN._grouped_mm: (0, 1)}
@@ -155,15 +155,15 @@ class Phases:
         self.step = 0
 
     @contextmanager
-    def measure(self, name: str, *, has_indices: bool = True) -> Iterator[None]:
+    def measure(self, name: str, *, is_sync: bool = False) -> Iterator[None]:
         numbers = self.observer.numbers = self.found.setdefault(f"{name}|{self.step}", Numbers())
         torch.cuda.reset_peak_memory_stats(self.device)
         started = time.process_time()
         try:
             with ExitStack() as stack:
                 if self.step >= self.observed_from:
-                    if has_indices and self.has_indices:
-                        stack.enter_context(self.index_values)
+                    if self.has_indices:
+                        stack.enter_context(FalseAnswers() if is_sync else self.index_values)
                     stack.enter_context(self.observer)
                 yield
         finally:

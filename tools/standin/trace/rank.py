@@ -38,6 +38,7 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
     objects = None if task["objects"] is None else Path(task["objects"])
     neighbours.join(task["rank"], size, objects)
     torch.cuda.init()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN has no stand-in; FlashAttention takes as much memory
     how = {name: task[name] for name in ("has_indices", "observed_from")}
     phases = Phases(torch.device("cuda", 0), **how)
     # The refit of sharded weights needs the tables of all ranks.

@@ -8,11 +8,13 @@ from math import gcd
 from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.layout import training_sizes
+from nemo_rl.models.policy.vision.families import sees_images
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import (
     Example,
@@ -20,11 +22,14 @@ from nemo_rl.types import (
     ExampleHandle,
     ExampleMeta,
     GroupHandle,
+    ImageSpan,
+    Pixels,
     RolloutGroup,
     Sample,
     SampleMeta,
     SampleStatus,
 )
+from tools.standin.trace.images import SampleImage
 
 PROMPT_TOKENS = 16
 """Few: samples of a group compute their prompt once, and a recipe's longest samples may have little of it in common."""
@@ -85,20 +90,23 @@ class FullLengthRollouts:
 
     controller_tensor_bytes = 0
 
-    def __init__(self, config: RolloutMasterConfig, vocab_size: int) -> None:
+    def __init__(self, config: RolloutMasterConfig, model: PretrainedConfig) -> None:
         self.length = config.policy.max_total_sequence_length
-        self.vocab_size = vocab_size
+        self.texts = Texts(model)
 
     def next_groups(self, step: int, next_requests: Any, *, is_first: bool) -> list[GroupHandle]:
         return [self._group(request) for request in next_requests()]
 
     def _group(self, request: GroupRequest) -> GroupHandle:
-        prompt = min(PROMPT_TOKENS, self.length // 2)
+        prompt = self.texts.num_prompt_tokens(self.length)
         mask = np.arange(self.length) >= prompt
-        samples = []
+        samples, pixels = [], {}
         for index in range(request.num_generations):
+            sample_id = f"{request.group_id}/{index}"
+            images, own = self.texts.images(sample_id)
+            pixels |= own
             meta = SampleMeta(
-                sample_id=f"{request.group_id}/{index}",
+                sample_id=sample_id,
                 status=SampleStatus.COMPLETED,
                 length=self.length,
                 num_prompt_tokens=prompt,
@@ -106,12 +114,13 @@ class FullLengthRollouts:
                 num_turns=1,
                 reward=float(index % 2),
                 weight_version=0,
+                images={image.digest: image.num_pixels for image in images},
             )
             zeros = np.zeros(self.length, np.float32)
-            ids = token_ids(self.length, self.vocab_size, index)
-            samples.append(Sample(meta=meta, token_ids=ids, token_mask=mask, generation_logprobs=zeros))
+            ids = self.texts.token_ids(self.length, index)
+            samples.append(Sample(meta=meta, token_ids=ids, token_mask=mask, generation_logprobs=zeros, images=images))
         prompt_id, name = request.prompt.prompt_id, request.prompt.task_name
-        group = RolloutGroup(group_id=request.group_id, prompt_id=prompt_id, samples=samples)
+        group = RolloutGroup(group_id=request.group_id, prompt_id=prompt_id, samples=samples, pixels=pixels)
         metas = [sample.meta for sample in samples]
         return GroupHandle(
             group_id=request.group_id, prompt_id=prompt_id, task_name=name, ref=Stored([group]), samples=metas
@@ -135,30 +144,34 @@ class FullLengthRollouts:
 class FullLengthExamples:
     """In place of an `ExampleLoader`: the same batch of rows, or pairs, of the greatest length each time."""
 
-    def __init__(self, config: SupervisedMasterConfig, vocab_size: int) -> None:
+    def __init__(self, config: SupervisedMasterConfig, model: PretrainedConfig) -> None:
         self.size, self.sequences = config.policy.train_global_batch_size, config.sequences_per_row
-        self.length, self.vocab_size = config.policy.max_total_sequence_length, vocab_size
+        self.length, self.texts = config.policy.max_total_sequence_length, Texts(model)
 
     def next(self) -> list[ExampleHandle]:
         return [self._row(number) for number in range(self.size)]
 
     def _row(self, number: int) -> ExampleHandle:
-        prompt = min(PROMPT_TOKENS, self.length // 2)
+        prompt = self.texts.num_prompt_tokens(self.length)
         prompt_id = f"rows:{number}"
         mask = np.arange(self.length) >= prompt
-        samples = [
-            Example(
-                sample_id=f"{prompt_id}/{sequence}",
-                token_ids=token_ids(self.length, self.vocab_size, sequence).astype(np.int32),
-                token_mask=mask,
-            )
-            for sequence in range(self.sequences)
-        ]
+        samples, pixels, seen = [], {}, {}
+        for sequence in range(self.sequences):
+            sample_id = f"{prompt_id}/{sequence}"
+            images, own = self.texts.images(sample_id)
+            pixels |= own
+            seen |= {image.digest: image.num_pixels for image in images}
+            ids = self.texts.token_ids(self.length, sequence).astype(np.int32)
+            samples.append(Example(sample_id=sample_id, token_ids=ids, token_mask=mask, images=images))
         loss_tokens = self.sequences * (self.length - prompt)
         meta = ExampleMeta(
-            prompt_id=prompt_id, index=0, lengths=(self.length,) * self.sequences, num_loss_tokens=loss_tokens
+            prompt_id=prompt_id,
+            index=0,
+            lengths=(self.length,) * self.sequences,
+            num_loss_tokens=loss_tokens,
+            images=seen,
         )
-        return ExampleHandle(ref=Stored([ExampleGroup(samples=samples)]), rows=[meta])
+        return ExampleHandle(ref=Stored([ExampleGroup(samples=samples, pixels=pixels)]), rows=[meta])
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -167,6 +180,29 @@ class FullLengthExamples:
         """Nothing resumes here."""
 
 
-def token_ids(length: int, vocab_size: int, sequence: int) -> np.ndarray:
-    """Int64 [length]: tokens that every model has, others in each sequence, so that none is computed once for two."""
-    return np.random.default_rng(sequence).integers(2, min(500, vocab_size), length)
+class Texts:
+    """The tokens of samples, and of a vision-language model the image with which each begins."""
+
+    def __init__(self, model: PretrainedConfig) -> None:
+        self.vocab_size = model.get_text_config().vocab_size
+        self.image = SampleImage.of(model) if sees_images(model) else None
+
+    def num_prompt_tokens(self, length: int) -> int:
+        """ValueError where a sample of `length` tokens has no room for its image."""
+        num_seen = 0 if self.image is None else self.image.num_tokens
+        if num_seen + PROMPT_TOKENS > length and num_seen:
+            raise ValueError(f"policy.max_total_sequence_length={length}: an image of a trace has {num_seen} tokens")
+        return num_seen + min(PROMPT_TOKENS, length // 2)
+
+    def token_ids(self, length: int, sequence: int) -> np.ndarray:
+        """Int64 [length]: tokens that every model has, others in each sequence: none is computed once for two."""
+        ids = np.random.default_rng(sequence).integers(2, min(500, self.vocab_size), length)
+        if self.image is not None:
+            ids[1 : 1 + self.image.num_tokens] = self.image.token_id
+        return ids
+
+    def images(self, sample_id: str) -> tuple[list[ImageSpan], dict[str, Pixels]]:
+        """The images of a sample, and their pixels by digest. No two samples share one."""
+        if self.image is None:
+            return [], {}
+        return [self.image.span(sample_id, 1)], {sample_id: self.image.pixels}

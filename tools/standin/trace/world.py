@@ -20,6 +20,7 @@ import ray
 from nemo_rl.algorithms import distillation, dpo, grpo, ppo, supervised
 from nemo_rl.algorithms.loop import RunTools, Trainer
 from nemo_rl.algorithms.parts import devices as devices_part
+from nemo_rl.algorithms.parts import model as model_part
 from nemo_rl.algorithms.parts.devices import Devices, RolloutDevices
 from nemo_rl.algorithms.parts.engines import make_refit
 from nemo_rl.algorithms.parts.model import Model
@@ -31,6 +32,7 @@ from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptData
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy import lm_policy
+from nemo_rl.models.policy.pretrained import load_config as load_shape
 from nemo_rl.refit.sync import Refit
 from nemo_rl.rollouts.replay import NoWeightSync
 from nemo_rl.utils.config import LoggerConfig
@@ -38,6 +40,7 @@ from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.timer import TimeoutChecker
+from tools.standin.trace.images import SampleImage
 from tools.standin.trace.phases import Phases
 from tools.standin.trace.samples import FullLengthExamples, FullLengthRollouts, Stored
 
@@ -58,6 +61,7 @@ def install(phases: Phases, folder: Path) -> None:
     ray.put = Stored
     lm_policy.RayWorkerGroup = LocalGroup
     devices_part.RayVirtualCluster = LocalCluster
+    model_part.blank_image = lambda path: SampleImage.of(load_shape(path, {})).pixels
     for module in (grpo, ppo, distillation):
         module.Run, module.Rollouts = LocalRun, LocalRollouts
     supervised.Run = dpo.Run = LocalRun
@@ -107,7 +111,7 @@ class LocalGroup:
         values = [arg.value if isinstance(arg, Stored) else arg for arg in args]
         column = f" {args[1]}" if method.__name__ == "compute" else ""
         is_refit = method.__name__ in ("prepare_refit", "pack")
-        with self.phases.measure(f"{self.name} {method.__name__}{column}", has_indices=not is_refit):
+        with self.phases.measure(f"{self.name} {method.__name__}{column}", is_sync=is_refit):
             return getattr(self.worker, method.__name__)(*values, **kwargs)
 
     def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -214,7 +218,7 @@ class LocalRollouts:
             init_reference_model=config.rollout.uses_reference,
         )
         refit = make_refit(config, policy, engine, training, devices.generation)
-        parts: Any = {"rollouts": FullLengthRollouts(config, self.model.config.get_text_config().vocab_size)}
+        parts: Any = {"rollouts": FullLengthRollouts(config, self.model.config)}
         return RolloutParts(
             **parts,
             policy=policy,
@@ -274,7 +278,7 @@ class LocalEngine:
 
 def prepare_rows(config: Any) -> tuple[Model, Any, None]:
     model = Model.prepare(config.policy, config.checkpointing)
-    loader = FullLengthExamples(config, model.config.get_text_config().vocab_size)
+    loader = FullLengthExamples(config, model.config)
     rows = SimpleNamespace(
         loader=loader,
         start_tokenizers=lambda run: None,
