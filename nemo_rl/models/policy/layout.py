@@ -254,13 +254,15 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 STAGES, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 
 
-def layers_of_ranks(policy: PolicyConfig, num_layers: int) -> list[int]:
-    """The number of layers that every pipeline rank holds. ValueError if Megatron cannot divide them so."""
+def layers_of_ranks(policy: PolicyConfig, num_layers: int) -> list[list[int]]:
+    """The layers that every pipeline rank holds. ValueError if Megatron cannot divide them so."""
     if policy.megatron_cfg.enabled:
-        return [sum(map(len, pieces)) for pieces in stage_layers(policy.megatron_cfg, num_layers)]
-    cfg = policy.dtensor_cfg
-    stages = layers_of_stages(num_layers, cfg.pipeline_parallel_size * cfg.pipeline.stages_per_rank)
-    return [sum(map(len, stages[rank :: cfg.pipeline_parallel_size])) for rank in range(cfg.pipeline_parallel_size)]
+        of_ranks = stage_layers(policy.megatron_cfg, num_layers)
+    else:
+        size = policy.dtensor_cfg.pipeline_parallel_size
+        stages = layers_of_stages(num_layers, size * policy.dtensor_cfg.pipeline.stages_per_rank)
+        of_ranks = [stages[rank::size] for rank in range(size)]
+    return [[layer for piece in pieces for layer in piece] for pieces in of_ranks]
 
 
 def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:

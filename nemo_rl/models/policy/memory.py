@@ -52,13 +52,14 @@ OPTIMIZER_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "Adamax": 2, "Adagrad": 
 class ModelShape:
     """Parameters and widths of a language model."""
 
-    layer_parameters: int  # of one layer, experts left out
-    expert_parameters: int  # of one layer
-    num_layers: int
+    layer_parameters: int  # of one layer, experts left out; of layers that differ, on average
+    expert_parameters: int  # of one layer, on average
+    layer_sizes: tuple[tuple[int, int], ...]  # both of these, of each layer
     root_parameters: int  # embeddings, head and last norm
     tower_parameters: int  # of a vision tower and its projector, whole on every tensor rank
     projector_parameters: int  # of them
-    largest_parameter: int
+    largest_parameter: int  # experts left out
+    largest_expert: int  # a parameter of all experts of a layer; 0: a dense model
     adapter_width: int  # inputs and outputs of all linear layers of one layer
     hidden: int
     intermediate: int  # of the MLP, or of the experts of a token together
@@ -93,7 +94,8 @@ class ModelShape:
         if sees_images(config):
             family = FAMILIES[config.model_type]
             projector = sum(p.numel() for n, p in model.named_parameters() if part_of(n, family) == PROJECTOR)
-        experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)
+        experts = [sum(p.numel() for p in layer.parameters() if p.ndim == 3) for layer in layers]
+        others = [sum(p.numel() for p in layer.parameters() if p.ndim < 3) for layer in layers]
         linear = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
         vectors = [parameter.numel() for parameter in layers[0].parameters() if parameter.ndim == 1]
         heads, hidden = text.num_attention_heads, text.hidden_size
@@ -105,17 +107,18 @@ class ModelShape:
         routed = settings.get("num_experts_per_tok") or 0
         narrow = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
         return cls(
-            layer_parameters=(sum(parameter.numel() for parameter in inside) - experts) // len(layers),
-            expert_parameters=experts // len(layers),
-            num_layers=len(layers),
+            layer_parameters=sum(others) // len(layers),
+            expert_parameters=sum(experts) // len(layers),
+            layer_sizes=tuple(zip(others, experts, strict=True)),
             root_parameters=language_parameters - sum(p.numel() for p in inside),
             tower_parameters=sum(p.numel() for p in model.parameters()) - language_parameters,
             projector_parameters=projector,
-            largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+            largest_parameter=max(parameter.numel() for parameter in model.parameters() if parameter.ndim < 3),
+            largest_expert=max((p.numel() for layer in layers for p in layer.parameters() if p.ndim == 3), default=0),
             adapter_width=sum(m.in_features + m.out_features for m in linear) // len(layers),
             hidden=hidden,
-            intermediate=narrow * routed if experts else settings.get("intermediate_size") or 4 * hidden,
-            routed=routed if experts else 0,
+            intermediate=narrow * routed if any(experts) else settings.get("intermediate_size") or 4 * hidden,
+            routed=routed if any(experts) else 0,
             key_values=key_values,
             queries=queries,
             normed=hidden * vectors.count(hidden),
@@ -124,9 +127,17 @@ class ModelShape:
         )
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layer_sizes)
+
+    @property
     def parameters(self) -> int:
-        layers = self.num_layers * (self.layer_parameters + self.expert_parameters)
-        return self.root_parameters + self.tower_parameters + layers
+        return self.root_parameters + self.tower_parameters + sum(map(sum, self.layer_sizes))
+
+    def layers(self, numbers: Sequence[int]) -> tuple[int, int]:
+        """Parameters of these layers together: without experts, and of experts."""
+        chosen = [self.layer_sizes[number] for number in numbers]
+        return sum(others for others, _ in chosen), sum(experts for _, experts in chosen)
 
     def loaded(self, share: float) -> ModelShape:
         """As a rank sees the model whose experts get `share` times as many rows as the average."""
@@ -210,20 +221,18 @@ def training_phases(
     per_rank = policy.train_global_batch_size * sequences // sizes.data_parallel
     micro_batches = max(1, per_rank // samples)
     stage = Stage.of(policy, sizes, model.num_layers, micro_batches, stage_rank)
-    layers = stage.layers
+    others, experts = model.layers(stage.layers)
     ends = model.root_parameters
     if sizes.pipeline_parallel > 1:
         ends = model.vocab_size * model.hidden * (stage.is_first + stage.is_last)
-    share = sizes.share(
-        layers * model.layer_parameters + ends, layers * model.expert_parameters, model.tower_parameters
-    )
+    share = sizes.share(others + ends, experts, model.tower_parameters)
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
     of_weights = 0.0 if not is_trained else 1.0  # numbers that are trained
     if is_trained and model.tower_parameters:
         of_weights -= model.frozen(policy.freeze, share.whole) / share.whole
     if is_trained and policy.adapters.enabled:
-        of_weights = layers * model.adapter_width * policy.adapters.dim / share.whole
+        of_weights = len(stage.layers) * model.adapter_width * policy.adapters.dim / share.whole
     own, trained = share.own, share.own * of_weights
     if is_megatron:
         # A main copy and two moments.
@@ -247,7 +256,10 @@ def training_phases(
     if shards > 1 and not machine.is_gpu and not deferred:
         held += whole_gradient  # of one layer after the other, before it is reduced; freed, it stays in the heap
     at_update = reduced + (whole_gradient if deferred and shards > 1 else 0.0)
-    scratch = 2 * model.largest_parameter / shards / sizes.tensor_parallel * master
+    largest = model.largest_parameter / sizes.tensor_parallel
+    if experts:
+        largest = max(largest, model.largest_expert / sizes.expert_parallel)
+    scratch = 2 * largest / shards * master
     update = [
         *resident,
         Part("gradients", at_update, cut),
@@ -298,7 +310,7 @@ RESERVE = "allocator's reserve"
 class Stage:
     """What a pipeline stage holds of the model, and the micro-batches that it keeps for their backward pass."""
 
-    layers: int
+    layers: Sequence[int]
     is_first: bool
     is_last: bool
     in_flight: float
@@ -349,13 +361,13 @@ class _GpuRank:
 
     @property
     def layer(self) -> float:
-        """Numbers of a whole layer, as a pass needs it."""
-        return self.sizes.share(self.model.layer_parameters, self.model.expert_parameters).whole
+        """Numbers of a whole layer, as a pass needs it; of layers that differ, on average."""
+        return self.sizes.share(*self.model.layers(self.stage.layers)).whole / len(self.stage.layers)
 
     @property
     def root(self) -> float:
         """Numbers of embedding, head and last norm, and of a vision tower."""
-        return self.share.whole - self.layer * self.stage.layers
+        return self.share.whole - self.layer * len(self.stage.layers)
 
     @property
     def head(self) -> float:
@@ -469,7 +481,7 @@ class _GpuRank:
         mode = backend.activation_checkpointing
         recomputes = mode in (True, "full")
         of_layer = self.states if recomputes else self.kept_products() if mode == "selective" else self.kept()
-        kept = tokens * of_layer * self.stage.layers * self.stage.in_flight
+        kept = tokens * of_layer * len(self.stage.layers) * self.stage.in_flight
         again = 0.0 if mode is False else self.kept() - (0.0 if recomputes else of_layer)
         working = self.products() * self.compute + max(0.0, again)
         chunk = f"lower {self.policy.key('logprob_chunk_size')}"
@@ -652,7 +664,8 @@ def predict_memory(
     if by_policy:
         return phases
     weights, optimizer = phases[0].parts[:2]
-    gathered = Part("gathered tensor", model.largest_parameter * compute, "a model with a smaller vocabulary")
+    largest = max(model.largest_parameter, model.largest_expert)
+    gathered = Part("gathered tensor", largest * compute, "a model with a smaller vocabulary")
     refit = [*process_parts(machine), weights, *drafts, gathered, buffers]
     if not machine.is_gpu:
         return [
