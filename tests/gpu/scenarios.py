@@ -6,7 +6,7 @@ A run is the real command line on the configuration of a CPU example; `on("cuda"
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.functional.cli import BARE, SMALL, example
+from tests.functional.cli import BARE, SMALL, Finished, exact, example
 
 Device = Literal["cpu", "cuda"]
 
@@ -53,6 +53,13 @@ DRAFTS = (
     "{method: draft_model, model: the folder of the policy, num_speculative_tokens: 3}",
 )
 SPLIT = ("policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}", "cluster.gpus_per_node=2")
+IN_FLIGHT = (
+    "grpo.max_num_steps=6",
+    "grpo.async_grpo={enabled: true, in_flight_weight_updates: true, max_trajectory_age_steps: 2}",
+    "loss_fn.use_importance_sampling_correction=true",
+    *SPLIT,
+)
+AGAIN = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
 ROWS = ("checkpointing.enabled=false", "checkpointing.metric_name=null")
 
 # In the order in which they prove most.
@@ -68,6 +75,19 @@ SCENARIOS: dict[str, Scenario] = {
     "transformer engine": Scenario(config=MEGATRON, overrides=(f"{LAYERS}=transformer_engine", PACKED)),
     "own workers": Scenario(overrides=("policy.generation.backend=hf",)),
     "split": Scenario(overrides=SPLIT),
+    "tensor parallel": Scenario(
+        overrides=("cluster.gpus_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    ),
+    "in flight, kept": Scenario(overrides=(*IN_FLIGHT, f"{AGAIN}=false")),
+    "in flight, computed again": Scenario(overrides=(*IN_FLIGHT, f"{AGAIN}=true")),
+    "images": Scenario(config="grpo_vlm_cpu"),
     "sft": Scenario("sft", "sft_cpu", overrides=("sft.max_num_steps=30", "sft.val_period=15", *ROWS), samples=False),
     "dpo": Scenario("dpo", "dpo_cpu", overrides=("dpo.max_num_steps=4", "dpo.val_period=2", *ROWS), samples=False),
 }
+
+
+def agrees_at_every_step(done: Finished, name: str, num_steps: int = 4) -> None:
+    """See `exact`; and the weights moved in every step."""
+    scenario = SCENARIOS[name]
+    exact(done.steps, num_steps, scenario.error or LARGEST_ERROR[scenario.precision])
+    assert min(done.curve("train/grad_norm")) > 0

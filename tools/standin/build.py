@@ -232,7 +232,7 @@ def _compile(site_packages: Path, out: Path, *, values: bool) -> None:
     assert include is not None
     flags = ["-std=gnu17", "-fPIC", "-O2", "-w", "-I", HERE, "-I", include]
     link = ["-L", out, f"-l:{COMMON}", "-Wl,-rpath,$ORIGIN"]
-    common = [HERE / name for name in ("gpu.c", "memory.c", "report.c", "loader.c")]
+    common = [HERE / name for name in ("gpu.c", "memory.c", "streams.c", "report.c", "loader.c")]
     # Without a stack protector, which would keep loader.c from passing a call on by a jump.
     soname = f"-Wl,-soname,{COMMON}"
     _run("gcc", "-shared", *flags, "-fno-stack-protector", "-o", out / COMMON, *common, "-ldl", "-lpthread", soname)

@@ -51,7 +51,7 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
 }
 
 CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
-    standin_uuid(device, (unsigned char *)uuid->bytes);
+    standin_uuid(standin_number(device), (unsigned char *)uuid->bytes);
     return CUDA_SUCCESS;
 }
 

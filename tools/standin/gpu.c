@@ -12,6 +12,7 @@
 
 static struct standin_gpu gpu;
 static int num_installed, num_visible;
+static int visible_devices[MAX_DEVICES]; /* the number of each among those of the machine */
 static __thread int current;
 
 static const char *variable(const char *name) {
@@ -23,14 +24,18 @@ static const char *variable(const char *name) {
     return value;
 }
 
-/* As CUDA does: the names up to the first that is no device. */
-static int chosen_of(const char *visible, int installed) {
+/* As CUDA does: the numbers up to the first that is no device. */
+static int choose(const char *visible, int installed) {
     int count = 0;
-    for (const char *at = visible; *at && strncmp(at, "-1", 2); count++) {
-        const char *comma = strchr(at, ',');
-        at = comma ? comma + 1 : at + strlen(at);
+    for (const char *at = visible; *at && count < MAX_DEVICES;) {
+        char *end;
+        long device = strtol(at, &end, 10);
+        if (end == at || device < 0 || device >= installed)
+            break;
+        visible_devices[count++] = (int)device;
+        at = *end == ',' ? end + 1 : end;
     }
-    return count < installed ? count : installed;
+    return count;
 }
 
 static void read_environment(void) {
@@ -44,7 +49,7 @@ static void read_environment(void) {
     if (num_installed > MAX_DEVICES)
         num_installed = MAX_DEVICES;
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    num_visible = visible ? chosen_of(visible, num_installed) : num_installed;
+    num_visible = choose(visible ? visible : "0,1,2,3,4,5,6,7", num_installed);
 }
 
 /* At the first question, not when the library is loaded: it is loaded into every child of a run, shells too. */
@@ -76,9 +81,14 @@ void standin_set_device(int device) {
     current = device;
 }
 
-void standin_uuid(int device, unsigned char uuid[16]) {
+int standin_number(int device) {
+    ready();
+    return visible_devices[device];
+}
+
+void standin_uuid(int number, unsigned char uuid[16]) {
     for (int i = 0; i < 16; i++)
-        uuid[i] = (unsigned char)(i * 7 + device);
+        uuid[i] = (unsigned char)(i * 7 + number);
 }
 
 int standin_attribute(int attribute) {

@@ -3,8 +3,8 @@
     python tools/standin/mistakes.py [NAME ...]
 
 runs a small layout with and without the mistake over the stand-in for CUDA, and the tests for a CPU that are named with
-it. The last lines are the table of docs/guides/gpu-without-a-gpu.md; status 1 says that it is not true any more. No GPU
-computes.
+it; of a mistake in a whole run only these (tests/gpu/test_runs_over_standin.py has the run). The last lines are the
+table of docs/guides/gpu-without-a-gpu.md; status 1 says that it is not true any more. No GPU computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tools.standin.trace.compare import differences  # noqa: E402
 from tools.trace_recipe import Recipe, traces  # noqa: E402
 
-PYTEST = ("-m", "pytest", "-n0", "-q", "-x", "--no-header", "--timeout=60", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-n0", "-q", "-x", "--no-header", "--timeout=240", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,19 @@ LATENT = Layout("tiny-dsv3", 4, ("context_parallel_size=2",), config="sft")
 
 @dataclass(frozen=True)
 class Mistake:
-    """`wrong` in place of `right`, which is in `file` once, in a run of `layout` of which `ranks` are traced."""
+    """`wrong` in place of `right`, which is in `file` once.
+
+    `layout`: a tiny one, of which `ranks` are traced, or the name of a scenario in tests/gpu/scenarios.py, which runs
+    whole.
+    """
 
     what: str
     file: str
     right: str
     wrong: str
-    layout: Layout
+    layout: Layout | str
     standin: str
-    """How the stand-in notices it, as `over_standin` says; "" if it does not."""
+    """How the stand-in notices it, as `over_standin` says, or a part of what a run says; "" if it does not."""
     tests: tuple[str, ...]
     """The tests for a CPU that are closest to it."""
     fails: bool = False
@@ -208,13 +212,80 @@ MISTAKES = {
 }
 
 
+RECEIVER, VLLM = "nemo_rl/refit/transfer.py", "nemo_rl/models/generation/vllm/worker.py"
+OF_WEIGHTS = ("tests/unit/refit/test_weight_transfer.py",)
+OF_ENGINES = ("tests/unit/generation/test_vllm_generation.py",)
+
+RUN_MISTAKES = {
+    "skipped-tensor": Mistake(
+        "a tensor that a weight sync does not write",
+        RECEIVER,
+        "        for segment in self._targets[piece.tensor]:\n",
+        "        for segment in self._targets[piece.tensor][: int(piece.tensor != 5)]:\n",
+        "bfloat16",
+        "token_mult_prob_error",
+        OF_WEIGHTS,
+        fails=True,
+    ),
+    "other-half": Mistake(
+        "a bucket that is read from the other half of the buffer",
+        RECEIVER,
+        "        position = self.layout.half_offset(bucket) + piece.offset\n",
+        "        position = self.layout.half_offset(bucket + 1) + piece.offset\n",
+        "bfloat16",
+        "fingerprint",
+        OF_WEIGHTS,
+        fails=True,
+    ),
+    "freed-memory": Mistake(
+        "exported memory of a GPU that is freed before a reader has it",
+        "nemo_rl/refit/buffers.py",
+        '        return cls(buffer, {"shared": shared,',
+        '        return cls(torch.empty_like(buffer), {"shared": shared,',
+        "bfloat16",
+        "fingerprint",
+        OF_WEIGHTS,
+    ),
+    "missing-wake": Mistake(
+        "an engine that is not woken before its weights come",
+        VLLM,
+        "        await self._engine_call(self._engine.wake_up(list(tags)))\n",
+        "        await asyncio.sleep(0)\n",
+        "bfloat16",
+        "died",
+        OF_ENGINES,
+    ),
+    "kept-cache": Mistake(
+        "keys and values of old weights that stay in the prefix cache",
+        VLLM,
+        "        return await self._engine_call(self._engine.reset_prefix_cache())\n",
+        "        return True\n",
+        "bfloat16",
+        "",
+        OF_ENGINES,
+        fails=True,
+    ),
+    "before-temperature": Mistake(
+        "logprobs of samples before temperature and filters",
+        "nemo_rl/models/generation/vllm/startup.py",
+        '        "logprobs_mode": vllm_cfg.logprobs_mode,\n',
+        '        "logprobs_mode": "raw_logprobs",\n',
+        "bfloat16",
+        "",
+        OF_ENGINES,
+        fails=True,
+    ),
+}
+
+
 Report = dict[str, Any]
 Right = dict[tuple[Layout, int], Report]
 """By layout and rank: the report without a mistake."""
 
 
 def right_traces(chosen: Sequence[Mistake]) -> Right:
-    cases = list(dict.fromkeys((mistake.layout, rank) for mistake in chosen for rank in mistake.ranks))
+    layouts = [(mistake.layout, mistake.ranks) for mistake in chosen if isinstance(mistake.layout, Layout)]
+    cases = list(dict.fromkeys((layout, rank) for layout, ranks in layouts for rank in ranks))
     recipes = {layout: Recipe.prepare(ROOT / layout.path, layout.overrides) for layout, _ in cases}
     found = traces([(recipes[layout], rank) for layout, rank in cases], "h100")
     return dict(zip(cases, found, strict=True))
@@ -222,6 +293,7 @@ def right_traces(chosen: Sequence[Mistake]) -> Right:
 
 def wrong_traces(mistake: Mistake, tree: Path) -> list[Report]:
     """The reports of `tools/trace_recipe.py` in this tree of sources; `stop` says where a rank stopped, if it did."""
+    assert isinstance(mistake.layout, Layout)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "report.json")
         arguments = ["--config", mistake.layout.path, "--rank", ",".join(map(str, mistake.ranks)), "--json", str(out)]
@@ -252,6 +324,7 @@ def other_numbers(right: Report, wrong: Report) -> str | None:
 
 def over_standin(mistake: Mistake, tree: Path, right_ones: Right) -> str | None:
     """How the stand-in notices the mistake in this tree, or None."""
+    assert isinstance(mistake.layout, Layout)
     right = [right_ones[mistake.layout, rank] for rank in mistake.ranks]
     assert all(report["stop"] is None for report in right) and differing_message(right) is None
     wrong = wrong_traces(mistake, tree)
@@ -294,22 +367,27 @@ def placed(mistake: Mistake) -> str:
     return text.replace(mistake.right, mistake.wrong)
 
 
+ALL = MISTAKES | RUN_MISTAKES
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MISTAKES))
-    chosen = {name: MISTAKES[name] for name in parser.parse_args(arguments).names or MISTAKES}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
+    chosen = {name: ALL[name] for name in parser.parse_args(arguments).names or ALL}
     changed, right = 0, right_traces(list(chosen.values()))
     for name, mistake in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
             copied(mistake, Path(folder))
-            standin, test = over_standin(mistake, Path(folder), right), in_tests(mistake, Path(folder))
+            is_traced = isinstance(mistake.layout, Layout)
+            standin = over_standin(mistake, Path(folder), right) if is_traced else mistake.standin
+            test = in_tests(mistake, Path(folder))
         as_expected = (standin or "").partition(":")[0] == mistake.standin.partition(":")[0]
         as_expected = as_expected and (test is not None) == mistake.fails
         changed += not as_expected
         print(
             f"{name}: {standin or 'not noticed'} | {test or 'not noticed'}{'' if as_expected else ' | NEW'}", flush=True
         )
-    print("\n".join(mistake.row for mistake in MISTAKES.values()))
+    print("\n".join(mistake.row for mistake in ALL.values()))
     return int(changed > 0)
 
 

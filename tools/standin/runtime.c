@@ -1,8 +1,9 @@
 /* Stands for libcudart.so.13, the CUDA runtime, through which torch reaches a GPU.
 
    True: devices and their properties, memory, the checks of a launch's sizes, which stream is being captured. Not true:
-   kernels do nothing, a graph does nothing, events measure the time of the host, and all is done when a call returns:
-   no race can show. Functions that are exported, and are neither here nor in silent.py, say so when called. */
+   kernels do nothing, a graph does nothing, events measure the time of the host, and all is done when a call returns,
+   but for collectives of several ranks (nccl.c): no race can show. Functions that are exported, and are neither here nor
+   in silent.py, say so when called. */
 #define _GNU_SOURCE
 #define __CUDA_API_VERSION_INTERNAL 1 /* else the header renames some functions */
 #include "standin.h"
@@ -90,7 +91,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     struct cudaDeviceProp *p = properties;
     memset(p, 0, sizeof *p);
     strcpy(p->name, gpu->name);
-    standin_uuid(device, (unsigned char *)p->uuid.bytes);
+    standin_uuid(standin_number(device), (unsigned char *)p->uuid.bytes);
     p->totalGlobalMem = gpu->bytes;
     p->major = gpu->major;
     p->minor = gpu->minor;
@@ -113,7 +114,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     p->totalConstMem = standin_attribute(cudaDevAttrTotalConstantMemory);
     p->warpSize = standin_attribute(cudaDevAttrWarpSize);
     p->memoryBusWidth = standin_attribute(cudaDevAttrGlobalMemoryBusWidth);
-    p->pciBusID = device + 1;
+    p->pciBusID = standin_number(device) + 1;
     p->memPitch = 2147483647;
     p->textureAlignment = 512;
     p->texturePitchAlignment = 32;
@@ -134,7 +135,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device) {
-    snprintf(text, length, "0000:%02X:00.0", device + 1);
+    snprintf(text, length, "0000:%02X:00.0", standin_number(device) + 1);
     return cudaSuccess;
 }
 
@@ -296,9 +297,8 @@ struct stream {
 
 static struct stream default_stream;
 
-/* The default streams are small numbers, not addresses. */
 static struct stream *stream_of(cudaStream_t stream) {
-    return (uintptr_t)stream < 16 ? &default_stream : (struct stream *)stream;
+    return standin_is_default(stream) ? &default_stream : (struct stream *)stream;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
@@ -322,6 +322,20 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (stream_of(stream) != &default_stream)
         free(stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    standin_wait(stream, standin_begun(stream));
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return standin_is_done(stream, standin_begun(stream)) ? cudaSuccess : result(cudaErrorNotReady);
+}
+
+cudaError_t cudaDeviceSynchronize(void) {
+    standin_wait_for_all();
     return cudaSuccess;
 }
 
@@ -457,6 +471,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
 
 struct event {
     double ms;
+    void *stream;         /* on which it was recorded, or NULL */
+    unsigned long number; /* of what was begun there before */
 };
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
@@ -471,8 +487,25 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    ((struct event *)event)->ms = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+    struct event *recorded = (struct event *)event;
+    *recorded = (struct event){now.tv_sec * 1e3 + now.tv_nsec * 1e-6, stream, standin_begun(stream)};
     return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    const struct event *recorded = (struct event *)event;
+    return standin_is_done(recorded->stream, recorded->number) ? cudaSuccess : result(cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    const struct event *recorded = (struct event *)event;
+    standin_wait(recorded->stream, recorded->number);
+    return cudaSuccess;
+}
+
+/* The host waits: what follows on the stream is computed at once. */
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    return cudaEventSynchronize(event);
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {

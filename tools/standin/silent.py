@@ -27,15 +27,6 @@ CUBLAS, CUBLASLT = "libcublas.so.13", "libcublasLt.so.13"
 SILENT = (
     Silent(
         RUNTIME,
-        "all is done when a call returns: there is nothing to wait for",
-        (
-            "cuda(Device|Stream|Event)Synchronize",
-            "cuda(Stream|Event)Query",
-            "cudaStreamWaitEvent",
-        ),
-    ),
-    Silent(
-        RUNTIME,
         "wishes about time and place, which change no result",
         (
             "cudaFuncSet(Attribute|CacheConfig)",
@@ -114,19 +105,13 @@ SILENT = (
     ),
     Silent(
         NCCL,
-        "a group of calls: each is done when it returns",
+        "a group of calls: each is begun when it returns",
         ("ncclGroup(Start|End)",),
     ),
     Silent(
         NCCL,
         "buffers need no entry: they are this process's memory",
         ("ncclComm(Register|Deregister|WindowRegister|WindowDeregister|Finalize)", "ncclRedOpDestroy"),
-    ),
-    Silent(
-        NCCL,
-        "messages to ranks that do not exist: kernels do nothing",
-        ("ncclSend", "ncclRecv"),
-        is_kernel=True,
     ),
 )
 

@@ -25,10 +25,11 @@ struct standin_gpu {
 const struct standin_gpu *standin_gpu(void);
 int standin_num_installed(void);     /* GPUs of the machine, as NVML counts them */
 int standin_num_visible(void);       /* those that CUDA_VISIBLE_DEVICES leaves */
+int standin_number(int device);      /* of a visible GPU, among those of the machine */
 int standin_device(void);            /* the current device of this thread */
 void standin_set_device(int device);
 int standin_attribute(int attribute); /* of CUdevice_attribute; cudaDeviceAttr has the same numbers */
-void standin_uuid(int device, unsigned char uuid[16]);
+void standin_uuid(int number, unsigned char uuid[16]);
 
 /* memory.c: device memory, pinned memory, and memory of other processes */
 
@@ -49,6 +50,16 @@ void *standin_import(const char handle[64]);       /* NULL: its process has ende
 void standin_copy(void *to, const void *from, size_t bytes);
 void standin_fill(void *to, int value, size_t bytes);
 void standin_poke(void *to, const void *from, size_t bytes); /* always written: what a kernel should have left */
+
+/* streams.c: what another thread still does on a stream. Everything else is done when its call returns */
+
+unsigned long standin_begin(void *stream);            /* one more thing; returns their number so far */
+void standin_end(void *stream);                       /* the first of them is done */
+unsigned long standin_begun(void *stream);
+int standin_is_done(void *stream, unsigned long number); /* so many of the things begun are done */
+void standin_wait(void *stream, unsigned long number);
+void standin_wait_for_all(void);
+int standin_is_default(void *stream);                 /* what follows on such a stream is computed at once */
 
 /* report.c: what the stand-in says, and what it counts */
 

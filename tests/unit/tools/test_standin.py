@@ -19,7 +19,7 @@ from tests.unit.distributed.test_worker_groups import eventually
 from tools.standin import mistakes
 from tools.standin.build import HERE, STAMP, build, environment, missing, site_packages_of_torch, torch_version
 from tools.standin.hook import sitecustomize
-from tools.standin.mistakes import MISTAKES, Layout
+from tools.standin.mistakes import ALL, Layout
 from tools.trace_recipe import Recipe, traces
 
 LACKS = missing(site_packages_of_torch())
@@ -187,7 +187,7 @@ def test_one_rank_of_each_kind_of_layout_builds_trains_offloads_and_refits_on_th
 
 def test_each_seeded_mistake_still_has_its_place_in_the_sources_and_a_row_in_the_guide():
     guide = (mistakes.ROOT / "docs" / "guides" / "gpu-without-a-gpu.md").read_text()
-    for mistake in MISTAKES.values():
+    for mistake in ALL.values():
         mistakes.placed(mistake)
         assert mistake.row in guide, mistake.row
         assert all((mistakes.ROOT / test.partition("::")[0]).exists() for test in mistake.tests)
