@@ -220,8 +220,8 @@ RUN_MISTAKES = {
     "skipped-tensor": Mistake(
         "a tensor that a weight sync does not write",
         RECEIVER,
-        "        for segment in self._targets[piece.tensor]:\n",
-        "        for segment in self._targets[piece.tensor][: int(piece.tensor != 5)]:\n",
+        "        copies = []\n        for segment in self._targets[piece.tensor]:\n",
+        "        copies = []\n        for segment in self._targets[piece.tensor][: int(piece.tensor != 5)]:\n",
         "bfloat16",
         "token_mult_prob_error",
         OF_WEIGHTS,
