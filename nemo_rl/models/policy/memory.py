@@ -228,11 +228,7 @@ def training_phases(
     share = sizes.share(others + ends, experts, model.tower_parameters)
     shards = 1 if is_megatron else sizes.dp_shard * sizes.context_parallel
     cut = f"lower it with {backend.key('tensor_model_parallel_size') if is_megatron else 'more training ranks'}"
-    of_weights = 0.0 if not is_trained else 1.0  # numbers that are trained
-    if is_trained and model.tower_parameters:
-        of_weights -= model.frozen(policy.freeze, share.whole) / share.whole
-    if is_trained and policy.adapters.enabled:
-        of_weights = len(stage.layers) * model.adapter_width * policy.adapters.dim / share.whole
+    of_weights = _trained_share(policy, model, share, len(stage.layers)) if is_trained else 0.0
     own, trained = share.own, share.own * of_weights
     if is_megatron:
         # A main copy and two moments.
@@ -301,6 +297,15 @@ def training_phases(
         slack = HEAP_SHARE * sum(part.num_bytes for part in parts)
         parts.append(Part("slack of the heap", slack, "nothing lowers it"))
     return phases
+
+
+def _trained_share(policy: PolicyConfig, model: ModelShape, share: Share, num_layers: int) -> float:
+    """Numbers that are trained, over those of the weights with which a rank of `num_layers` layers computes."""
+    if policy.adapters.enabled:
+        return num_layers * model.adapter_width * policy.adapters.dim / share.whole
+    if model.tower_parameters:
+        return 1 - model.frozen(policy.freeze, share.whole) / share.whole
+    return 1.0
 
 
 RESERVE = "allocator's reserve"
