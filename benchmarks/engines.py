@@ -1,8 +1,8 @@
 """A step of the quick start with engines of SGLang, beside the same step with engines of vLLM.
 
 Runs examples/configs/grpo_math_cpu.yaml and examples/configs/grpo_math_sglang_cpu.yaml in turn, without validation and
-checkpoints, and prints medians over the steps after the first one, of the whole step and of generation. The seeds are
-the same, and the samples are other ones: each engine draws in its own way. SGLang's environment must exist.
+checkpoints, and prints medians over the steps after the first one, of the whole step and of its parts. The seeds are
+the same, and the samples are other ones: each engine draws in its own way.
 
     uv run --extra cpu benchmarks/engines.py
 """
@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {"vllm": "grpo_math_cpu.yaml", "sglang": "grpo_math_sglang_cpu.yaml"}
 QUIET = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.enabled=false")
-STEP, GENERATION = "timing/train/total_step_time", "timing/train/generation"
+STEP = "timing/train/total_step_time"
+PARTS = ("generation", "policy_training", "weight_sync")
 
 
 def parse() -> argparse.Namespace:
@@ -50,9 +51,10 @@ def main() -> None:
             rows += steps_of(engine, args.steps)
     medians = {}
     for engine, rows in found.items():
-        step, generation = (statistics.median(row[key] for row in rows) for key in (STEP, GENERATION))
-        medians[engine] = step
-        sys.stdout.write(f"{engine:<8} step {step:.2f} s, of it generation {generation:.2f} s, {len(rows)} steps\n")
+        medians[engine] = statistics.median(row[STEP] for row in rows)
+        parts = {part: statistics.median(row[f"timing/train/{part}"] for row in rows) for part in PARTS}
+        told = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts.items())
+        sys.stdout.write(f"{engine:<8} step {medians[engine]:.2f} s ({told}), {len(rows)} steps\n")
     sys.stdout.write(f"ratio sglang / vllm: {medians['sglang'] / medians['vllm']:.2f}\n")
 
 
