@@ -263,7 +263,6 @@ RUN_MISTAKES = {
         "bfloat16",
         "",
         OF_ENGINES,
-        fails=True,
     ),
     "before-temperature": Mistake(
         "logprobs of samples before temperature and filters",
