@@ -48,8 +48,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def rank_numbers(text: str) -> list[int]:
-    """Of the option --rank: numbers with commas between them."""
-    return [int(part) for part in text.split(",")]
+    """Of the option --rank."""
+    parts = text.split(",")
+    if not all(map(str.isdecimal, parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write 0, or 0,2 for two of them")
+    return list(map(int, parts))
 
 
 def section_of(path: Path) -> str:

@@ -255,15 +255,6 @@ RUN_MISTAKES = {
         "died",
         OF_ENGINES,
     ),
-    "kept-cache": Mistake(
-        "keys and values of old weights that stay in the prefix cache",
-        VLLM,
-        "        return await self._engine_call(self._engine.reset_prefix_cache())\n",
-        "        return True\n",
-        "bfloat16",
-        "",
-        OF_ENGINES,
-    ),
     "before-temperature": Mistake(
         "logprobs of samples before temperature and filters",
         "nemo_rl/models/generation/vllm/startup.py",
