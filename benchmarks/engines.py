@@ -26,7 +26,7 @@ PARTS = ("generation", "policy_training", "weight_sync")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="of each run; the first one is not counted")
+    parser.add_argument("--steps", type=int, default=20, help="of each run; the first one is not counted")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each engine")
     return parser.parse_args()
 

@@ -8,6 +8,7 @@ operators for CPUs are in no package of a registry, and are imported by name in 
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import os
 import sys
@@ -60,6 +61,8 @@ def run_scheduler_on_cpu(*args: Any) -> None:
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     hooks.install(hooks.ON_CPUS)
+    # SGLang collects garbage whenever it drops its cache, in every sync: most of a second over what imports have made.
+    gc.freeze()
     run_scheduler_process(*args)
 
 
