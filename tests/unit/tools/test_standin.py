@@ -205,7 +205,7 @@ def by_layout() -> dict[str, list[str]]:
 @needs_build
 @pytest.mark.standin
 @pytest.mark.timeout(1500)
-@named("names", {name: (names,) for name, names in by_layout().items()})
+@named("names", by_layout())
 def test_mistakes_are_noticed_as_the_guide_says(names):
     assert mistakes.main(names) == 0
 
