@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--config", type=Path, help="of a run with GPUs")
-    asked.add_argument("--table", type=Path, metavar="FOLDER", help="print a table of the --json files there, and end")
+    asked.add_argument("--table", type=Path, nargs="+", metavar="CONFIG", help="print the table of docs/gpu.md of them")
     parser.add_argument("--rank", type=rank_numbers, default=[0], help="whose work is done; 0,2: compared")
     parser.add_argument("--all-ranks", action="store_true", help="of every rank, one after the other, and compare them")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="its memory and its compute capability")
@@ -275,34 +275,44 @@ def kind_of(path: Path) -> tuple[str, str, bool]:
     return section, backend, sees_images(shape(published(config.policy.model_name)))
 
 
-def table_of(folder: Path) -> str:
-    """A Markdown table of traces that `--json` wrote into `folder`, for docs/gpu.md. GB without the CUDA context."""
-    lines = [
-        "| configuration | on a GPU | over the stand-in | on a CPU | peak | predicted | reserved | predicted |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    configs = {path.name: path for path in (ROOT / "examples" / "configs").rglob("*.yaml")}
-    for path in sorted(folder.glob("*.json")):
-        first = json.loads(path.read_text(encoding="utf-8"))[0]
-        where = f"rank {first['rank']} of {first['world_size']}"
-        if first["stop"] is not None:
-            where += f", stops: {first['stop']['error'].splitlines()[0][:80]}"
-        rows = {key.partition("|")[0]: row for key, row in first["phases"].items()}
-        name, row = max(rows.items(), key=lambda item: item[1]["peak"], default=("", {"peak": 0, "reserved": 0}))
-        foreseen = predicted_of(name, first["predicted"]) or {"peak": 0.0, "reserved": 0.0}
-        cells = [gb(number) for kind in ("peak", "reserved") for number in (row[kind], foreseen[kind])]
-        with_keys = "".join(f", `{key}`" for key in first["overrides"])
-        on_cpu = ON_A_CPU[kind_of(configs[first["config"]])]
-        lines.append(f"| {path.stem}{with_keys} | no | {where} | {on_cpu} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+TABLE = """\
+| configuration | on a GPU | over the stand-in | on a CPU | peak | predicted | reserved | predicted |
+|---|---|---|---|---|---|---|---|"""
+
+
+def row_of(path: Path, report: Mapping[str, Any]) -> str:
+    """A configuration's row of `TABLE`: GB of the phase that needs most, without the CUDA context."""
+    where = f"rank {report['rank']} of {report['world_size']}"
+    if report["stop"] is not None:
+        where += f", stops: {report['stop']['error'].splitlines()[0][:80]}"
+    rows = {key.partition("|")[0]: row for key, row in report["phases"].items()}
+    name, row = max(rows.items(), key=lambda item: item[1]["peak"], default=("", {"peak": 0, "reserved": 0}))
+    foreseen = predicted_of(name, report["predicted"]) or {"peak": 0.0, "reserved": 0.0}
+    cells = [gb(number) for kind in ("peak", "reserved") for number in (row[kind], foreseen[kind])]
+    return f"| {path.stem} | no | {where} | {ON_A_CPU[kind_of(path)]} | {' | '.join(cells)} |"
+
+
+def print_table(paths: Sequence[Path], gpu: str) -> int:
+    """Rows of rank 0 of each configuration. 1 if one cannot run as it is."""
+    recipes = [Recipe.prepare(path, []) for path in paths]
+    recipes.sort(key=lambda recipe: sorted(recipe.variables.items()))  # which share a process
+    print(TABLE)
+    problems = []
+    for recipe, report in zip(recipes, traces([(recipe, 0) for recipe in recipes], gpu), strict=True):
+        print(row_of(recipe.path, report), flush=True)
+        found = problems_of(report)
+        if not any(key.startswith("policy train") for key in report["phases"]):
+            found.append("took no training step")
+        problems += [f"{recipe.path.stem}: {problem}" for problem in found]
+    print("\n".join(f"PROBLEM: {problem}" for problem in problems), end="")
+    return 1 if problems else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    if arguments.table is not None:
-        print(table_of(arguments.table))
-        return 0
     try:
+        if arguments.table is not None:
+            return print_table(arguments.table, arguments.gpu)
         recipe = Recipe.prepare(arguments.config, arguments.overrides)
         if unknown := [rank for rank in arguments.rank if not 0 <= rank < recipe.num_ranks]:
             raise ValueError(f"--rank {unknown[0]}: the training ranks are 0 to {recipe.num_ranks - 1}")
@@ -312,8 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             found = traces([(recipe, rank) for rank in arguments.rank], arguments.gpu)
         for report in found:
-            told = {"config": arguments.config.name, "overrides": arguments.overrides, "compiles": recipe.compiles}
-            reports.append(report | told)
+            reports.append(report | {"compiles": recipe.compiles})
             problems += problems_of(reports[-1])
             print("\n".join(lines_of(reports[-1])), flush=True)
     except (ValueError, OSError) as error:

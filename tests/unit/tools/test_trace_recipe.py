@@ -22,7 +22,7 @@ from tools.standin.trace.compare import differences
 from tools.standin.trace.index_values import chosen_first, clear
 from tools.standin.trace.phases import in_allocator
 from tools.standin.trace.samples import batch_overrides
-from tools.trace_recipe import ON_A_CPU, WITHOUT_ENGINE, Recipe, kind_of, predicted_of, problems_of, section_of, traces
+from tools.trace_recipe import ON_A_CPU, WITHOUT_ENGINE, kind_of, predicted_of, problems_of, section_of
 from tools.trace_recipe import main as trace_main
 
 BOTH, PAIR = (0, 1), (2, 3)
@@ -218,15 +218,22 @@ def test_megatrons_experts_over_two_ranks_dispatch_alike_on_both(tmp_path):
 TAKES_MINUTES = "grpo_math_qwen30ba3b_megatron"  # eight of a CPU, for 48 layers of 128 experts
 
 
+def by_name(text: str) -> dict[str, tuple[list[str], list[float]]]:
+    """The rows of `TABLE` in a text: of each configuration three cells, and four in GB."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if " | rank " in line]
+    return {name: (cells[:3], [float(cell) for cell in cells[3:]]) for name, *cells in rows}
+
+
 @pytest.mark.standin
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_one_rank_of_every_configuration_runs_at_full_size(folder):
+def test_one_rank_of_every_configuration_runs_at_full_size_as_the_table_says(folder, capsys):
     """On its own GPUs, with all phases of its algorithm."""
-    recipes = {path.stem: Recipe.prepare(path, []) for path in on_gpus(folder) if path.stem != TAKES_MINUTES}
-    problems = {}
-    for name, report in zip(recipes, traces([(recipe, 0) for recipe in recipes.values()], "h100"), strict=True):
-        is_trained = any(key.startswith("policy train") for key in report["phases"])
-        if found := problems_of(report) or ([] if is_trained else ["no training step"]):
-            problems[name] = found
-    assert not problems
+    paths = [str(path) for path in on_gpus(folder) if path.stem != TAKES_MINUTES]
+    status = trace_main(["--table", *paths])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    found, told = by_name(printed), by_name((CONFIGS.parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8"))
+    for name, (cells, in_gb) in found.items():
+        assert cells == told[name][0], name
+        assert in_gb == pytest.approx(told[name][1], rel=0.02), name

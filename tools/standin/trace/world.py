@@ -93,7 +93,7 @@ class LocalGroup:
 
     phases: ClassVar[Phases]
     controller_tensor_bytes = 0
-    members: ClassVar = [None]
+    members: ClassVar = [SimpleNamespace(identity=SimpleNamespace(node_ip="127.0.0.1"))]
 
     def __init__(self, cluster: LocalCluster, builder: RayWorkerBuilder, *, name_prefix: str, **how: Any) -> None:
         self.name = name_prefix
