@@ -61,6 +61,7 @@ class ModelShape:
     largest_parameter: int  # experts left out
     largest_expert: int  # a parameter of all experts of a layer; 0: a dense model
     adapter_width: int  # inputs and outputs of all linear layers of one layer
+    linear_outputs: int  # of them
     hidden: int
     intermediate: int  # of the MLP, or of the experts of a token together
     routed: int  # experts of a token; 0: a dense model
@@ -116,6 +117,7 @@ class ModelShape:
             largest_parameter=max(parameter.numel() for parameter in model.parameters() if parameter.ndim < 3),
             largest_expert=max((p.numel() for layer in layers for p in layer.parameters() if p.ndim == 3), default=0),
             adapter_width=sum(m.in_features + m.out_features for m in linear) // len(layers),
+            linear_outputs=sum(m.out_features for m in linear) // len(layers),
             hidden=hidden,
             intermediate=narrow * routed if any(experts) else settings.get("intermediate_size") or 4 * hidden,
             routed=routed if any(experts) else 0,
@@ -441,6 +443,8 @@ class _GpuRank:
         attention = 2 * model.queries + model.key_values
         mlp = 2 * model.intermediate + (1 + model.routed) * model.hidden
         numbers = attention / self.sizes.tensor_parallel + mlp / self.cut_experts + model.hidden
+        if self.policy.adapters.enabled:  # an adapter's product is as wide as its layer's
+            numbers += model.linear_outputs / self.sizes.tensor_parallel
         return numbers * self.compute + self.states
 
     @property

@@ -156,6 +156,7 @@ DRAWN = (
     ("dpo", "Qwen/Qwen2.5-7B@6", 32, 2048, 4096,
      ("tensor_parallel_size=4", "sequence_parallel=true"), 0, 8.13, 9.94),
     ("sft", "Qwen/Qwen3-235B-A22B@6", 16, 2048, 2048, (PARTLY, ADAPTERS), 0, 42.26, 45.68),
+    ("grpo_math_8B", "meta-llama/Llama-3.2-1B@6", 16, 2048, 4096, (PARTLY, ADAPTERS), 0, 5.02, 5.91),
     ("sft", "Qwen/Qwen3-235B-A22B@6", 64, 2048, 2048, (PARTLY, "pipeline_parallel_size=2"), 0, 58.90, 75.16),
     ("sft", "Qwen/Qwen3-235B-A22B@6", 64, 2048, 2048, (PARTLY, "pipeline_parallel_size=2"), 63, 59.11, 75.27),
     ("dpo", "Qwen/Qwen3-30B-A3B@8", 64, 2048, 4096, (PARTLY, "expert_parallel_size=4"), 0, 7.53, 12.69),
@@ -171,8 +172,9 @@ def test_memory_of_layouts_in_pairs_is_predicted_within_fifteen_percent(drawn):
     overrides = [f"policy.model_name={model}", f"cluster.gpus_per_node={gpus}"]
     overrides += [f"policy.max_total_sequence_length={longest}", f"policy.sequence_packing.train_mb_tokens={tokens}"]
     overrides += [f"policy.dtensor_cfg.{key}" for key in layout]
-    config: Any = load_config(MASTERS[name], path, overrides)
-    config = load_config(MASTERS[name], path, [*overrides, *batch_overrides(config)])
+    master = MASTERS[section_of(path)]
+    config: Any = load_config(master, path, overrides)
+    config = load_config(master, path, [*overrides, *batch_overrides(config)])
     phases = phases_of(config, ModelShape.of(shape(model)), Machine(is_gpu=True, memory=memory), rank)
     found = predicted_of("policy train", {phase.name: in_allocator(phase) for phase in phases})
     assert found is not None
@@ -215,7 +217,10 @@ def test_megatrons_experts_over_two_ranks_dispatch_alike_on_both(tmp_path):
         assert train["collectives"]["alltoall_base x2"] > 0 and report["syncs"]
 
 
-TAKES_MINUTES = "grpo_math_qwen30ba3b_megatron"  # eight of a CPU, for 48 layers of 128 experts
+LEFT_OUT = (
+    "grpo_math_qwen30ba3b_megatron",  # eight minutes of a CPU, for 48 layers of 128 experts
+    "grpo_sliding_puzzle",  # 25 GB of the host, for what cpu_offload keeps there of 1.5e9 parameters
+)
 
 
 def by_name(text: str) -> dict[str, tuple[list[str], list[float]]]:
@@ -229,7 +234,7 @@ def by_name(text: str) -> dict[str, tuple[list[str], list[float]]]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_one_rank_of_every_configuration_runs_at_full_size_as_the_table_says(folder, capsys):
     """On its own GPUs, with all phases of its algorithm."""
-    paths = [str(path) for path in on_gpus(folder) if path.stem != TAKES_MINUTES]
+    paths = [str(path) for path in on_gpus(folder) if path.stem not in LEFT_OUT]
     status = trace_main(["--table", *paths])
     printed = capsys.readouterr().out
     assert status == 0, printed

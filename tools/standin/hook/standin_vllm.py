@@ -68,6 +68,17 @@ def rotary_embedding(positions, query, key, head_size, cache, is_neox, offset=0,
         heads.copy_(rotated.to(states.dtype))
 
 
+def vocab_parallel_embedding(out, ids, weight, start, end, padding, added_start, added_end):
+    """The rows of one rank's part of the vocabulary, and zeros for tokens of other ranks. Added tokens come last."""
+    import torch
+
+    ids = ids.long()
+    is_own, is_added = (ids >= start) & (ids < end), (ids >= added_start) & (ids < added_end)
+    rows = torch.where(is_own, ids - start, ids - added_start + end - start + padding)
+    is_here = is_own | is_added
+    out.copy_(weight[rows * is_here] * is_here[:, None])
+
+
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, kind, k_scale, v_scale):
     """Writes keys and values to their slots of the paged cache; a negative slot is padding."""
     slots = slots.long()
@@ -148,6 +159,7 @@ OPERATORS = {
         "fused_add_rms_norm": fused_add_rms_norm,
         "silu_and_mul": silu_and_mul,
         "rotary_embedding": rotary_embedding,
+        "vocab_parallel_embedding": vocab_parallel_embedding,
     },
     "_C_cache_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
     "_vllm_fa3_C": {"fwd": flash_attention},

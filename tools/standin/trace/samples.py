@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.models.policy.config import token_budgets
 from nemo_rl.models.policy.layout import training_sizes
@@ -78,11 +78,10 @@ def batch_overrides(config: Any) -> list[str]:
     total = size * (1 if loop.num_samples_per_step <= config.policy.train_global_batch_size else 2)
     group = max(n for n in range(1, loop.num_generations_per_prompt + 1) if total % n == 0)
     section = config.section
-    return [
-        *found,
-        f"{section}.num_prompts_per_step={total // group}",
-        f"{section}.num_generations_per_prompt={group}",
-    ]
+    found += [f"{section}.num_prompts_per_step={total // group}", f"{section}.num_generations_per_prompt={group}"]
+    if isinstance(loop, ScoredRolloutConfig) and loop.use_dynamic_sampling:  # here no group is better than another
+        found += [f"{section}.use_dynamic_sampling=false", f"{section}.batch_multiplier=1"]
+    return found
 
 
 class FullLengthRollouts:
