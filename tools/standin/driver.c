@@ -7,6 +7,7 @@
 #include "standin.h"
 #include <cuda.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -287,7 +288,11 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes,
 struct piece {
     size_t bytes;
     int device;
+    struct piece *next;
 };
+
+static struct piece *pieces;
+static pthread_mutex_t pieces_lock = PTHREAD_MUTEX_INITIALIZER;
 
 CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
                                        CUmemAllocationGranularity_flags option) {
@@ -308,12 +313,27 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *memory, size_t bytes, const C
     struct piece *piece = malloc(sizeof *piece);
     piece->bytes = bytes;
     piece->device = properties->location.id;
+    pthread_mutex_lock(&pieces_lock);
+    piece->next = pieces;
+    pieces = piece;
+    pthread_mutex_unlock(&pieces_lock);
     *memory = (CUmemGenericAllocationHandle)piece;
     return CUDA_SUCCESS;
 }
 
+/* As the driver does, it refuses a piece that is not there: vLLM releases memory that sleeps once more when its
+   process ends. */
 CUresult cuMemRelease(CUmemGenericAllocationHandle memory) {
-    struct piece *piece = (struct piece *)memory;
+    pthread_mutex_lock(&pieces_lock);
+    struct piece **place = &pieces;
+    while (*place && *place != (struct piece *)memory)
+        place = &(*place)->next;
+    struct piece *piece = *place;
+    if (piece)
+        *place = piece->next;
+    pthread_mutex_unlock(&pieces_lock);
+    if (!piece)
+        return CUDA_ERROR_INVALID_VALUE;
     standin_discharge(piece->device, piece->bytes);
     free(piece);
     return CUDA_SUCCESS;

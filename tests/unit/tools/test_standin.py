@@ -108,6 +108,9 @@ assert unknown.value == 2
 block, ones = torch.zeros(4, device="cuda"), torch.ones(4)
 library.standin_poke(ctypes.c_void_p(block.data_ptr()), ctypes.c_void_p(ones.data_ptr()), ctypes.c_size_t(16))
 assert block.tolist() == [1, 1, 1, 1]
+piece, where = ctypes.c_ulonglong(), (ctypes.c_int * 16)()
+assert library.cuMemCreate(ctypes.byref(piece), ctypes.c_size_t(1 << 21), where, ctypes.c_ulonglong(0)) == 0
+assert [library.cuMemRelease(piece) for _ in range(2)] == [0, 1]  # the second one is refused, as by the driver
 print("done")
 """
 
