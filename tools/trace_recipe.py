@@ -147,7 +147,9 @@ class Recipe:
             ]
             yield from islice(reports(tasks, gpu, self.variables), self.num_ranks, None)
 
-    def task(self, rank: int, *, objects: str | None = None, only_starts: bool = False) -> dict[str, Any]:
+    def task(
+        self, rank: int, *, objects: str | None = None, only_starts: bool = False, most_buckets: int | None = None
+    ) -> dict[str, Any]:
         """`objects`: see `neighbours.join`. `only_starts`: the rank takes no training step."""
         from tools.standin.trace.index_values import WRITES
 
@@ -160,18 +162,23 @@ class Recipe:
             "has_indices": self.has_indices,
             "objects": objects,
             "only_starts": only_starts,
+            "most_buckets": most_buckets,
             "writes": WRITES if self.has_indices else 0,
         }
 
 
-def traces(cases: Sequence[tuple[Recipe, int]], gpu: str) -> Iterator[dict[str, Any]]:
+def traces(
+    cases: Sequence[tuple[Recipe, int]], gpu: str, *, most_buckets: int | None = None
+) -> Iterator[dict[str, Any]]:
     """What one rank of each recipe did, as `tools/standin/trace/rank.py` reports it, as they end.
 
     Recipes that set the same variables share a process that has imported everything, and each rank has a fork of it.
+    `most_buckets`: of the weight sync; None: all of it.
     """
     for _, group in groupby(cases, lambda case: case[0].variables):
         same = list(group)
-        yield from reports([recipe.task(rank) for recipe, rank in same], gpu, same[0][0].variables)
+        tasks = [recipe.task(rank, most_buckets=most_buckets) for recipe, rank in same]
+        yield from reports(tasks, gpu, same[0][0].variables)
 
 
 def reports(tasks: Sequence[Mapping[str, Any]], gpu: str, variables: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -275,6 +282,8 @@ def kind_of(path: Path) -> tuple[str, str, bool]:
     return section, backend, sees_images(shape(published(config.policy.model_name)))
 
 
+FIRST_BUCKETS = 8  # of as many as a thousand, which need the same memory
+
 TABLE = """\
 | configuration | on a GPU | over the stand-in | on a CPU | peak | predicted | reserved | predicted |
 |---|---|---|---|---|---|---|---|"""
@@ -293,17 +302,17 @@ def row_of(path: Path, report: Mapping[str, Any]) -> str:
 
 
 def print_table(paths: Sequence[Path], gpu: str) -> int:
-    """Rows of rank 0 of each configuration. 1 if one cannot run as it is."""
+    """Rows of rank 0 of each configuration, with the beginning of its weight sync. 1 if one cannot run as it is."""
     recipes = [Recipe.prepare(path, []) for path in paths]
     recipes.sort(key=lambda recipe: sorted(recipe.variables.items()))  # which share a process
+    found = traces([(recipe, 0) for recipe in recipes], gpu, most_buckets=FIRST_BUCKETS)
     print(TABLE)
     problems = []
-    for recipe, report in zip(recipes, traces([(recipe, 0) for recipe in recipes], gpu), strict=True):
+    for recipe, report in zip(recipes, found, strict=True):
         print(row_of(recipe.path, report), flush=True)
-        found = problems_of(report)
+        problems += [f"{recipe.path.stem}: {problem}" for problem in problems_of(report)]
         if not any(key.startswith("policy train") for key in report["phases"]):
-            found.append("took no training step")
-        problems += [f"{recipe.path.stem}: {problem}" for problem in found]
+            problems.append(f"{recipe.path.stem}: took no training step")
     print("\n".join(f"PROBLEM: {problem}" for problem in problems), end="")
     return 1 if problems else 0
 

@@ -1,7 +1,8 @@
 """Loaded by every Python process on the stand-in for CUDA, by PYTHONPATH: acts on modules once they are loaded.
 
 Refuses another torch than the one that the libraries were built for. With true values (STANDIN_VALUES) it installs
-those of `standin_values` and `standin_vllm`; without them vLLM gets tokens from `standin_engine`.
+those of `standin_values` and `standin_vllm`; without them vLLM gets tokens, and a weight sync fingerprints, from
+`standin_engine`.
 """
 
 import importlib.abc
@@ -42,6 +43,13 @@ def of_sampler(sampler):
         standin_engine.of_sampler(sampler)
 
 
+def of_fingerprints(fingerprint):
+    if "STANDIN_VALUES" not in os.environ:
+        import standin_engine
+
+        standin_engine.of_fingerprints(fingerprint)
+
+
 def of_vllm(operators):
     if "STANDIN_VALUES" in os.environ:
         import standin_vllm
@@ -57,6 +65,7 @@ def of_triton_attention(module):
 
 
 AFTER = {
+    "nemo_rl.refit.fingerprint": of_fingerprints,
     "torch": of_torch,
     "triton.runtime.interpreter": of_triton,
     "vllm._custom_ops": of_vllm,

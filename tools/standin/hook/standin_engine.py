@@ -1,6 +1,6 @@
-"""vLLM on the stand-in for CUDA without values: tokens in place of those that no kernel has sampled.
+"""Runs on the stand-in for CUDA without values: what the host must read, in place of what no kernel has computed.
 
-Its second model runner counts sampled tokens on the device. Where no kernel runs, no token would be counted, and no
+vLLM's second model runner counts sampled tokens on the device. Where no kernel runs, no token would be counted, and no
 request would end.
 """
 
@@ -15,6 +15,17 @@ def _poke(tensor, values):
     assert tensor.is_contiguous()
     pointers = (ctypes.c_void_p(each.data_ptr()) for each in (tensor, host))
     ctypes.CDLL(None).standin_poke(*pointers, ctypes.c_size_t(host.nbytes))
+
+
+def of_fingerprints(module):
+    """After `nemo_rl.refit.fingerprint`: all weights on a device are alike. What a trace counts of them stays."""
+    fingerprints = module.fingerprints
+
+    def alike(parts):
+        found = fingerprints(parts)
+        return found if found.is_cpu else found.cpu().zero_()
+
+    module.fingerprints = alike
 
 
 def of_sampler(module):

@@ -43,7 +43,7 @@ def trace(task: dict[str, Any]) -> dict[str, Any]:
     phases = Phases(torch.device("cuda", 0), **how)
     # The refit of sharded weights needs the tables of all ranks.
     world.LocalRun.syncs = size == 1 or not config.policy.megatron_cfg.enabled or objects is not None
-    world.LocalRun.only_starts = task["only_starts"]
+    world.LocalRun.only_starts, world.LocalRun.most_buckets = task["only_starts"], task["most_buckets"]
     report: dict[str, Any] = {"rank": task["rank"], "world_size": size, "stop": None, "syncs": world.LocalRun.syncs}
     with tempfile.TemporaryDirectory() as folder:
         world.install(phases, Path(folder))

@@ -33,6 +33,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy import lm_policy
 from nemo_rl.models.policy.pretrained import load_config as load_shape
+from nemo_rl.refit.layout import PackLayout
 from nemo_rl.refit.sync import Refit
 from nemo_rl.rollouts.replay import NoWeightSync
 from nemo_rl.utils.config import LoggerConfig
@@ -146,6 +147,7 @@ class LocalRun:
     folder: ClassVar[Path]
     syncs: ClassVar[bool]  # weights are packed for engines
     only_starts: ClassVar[bool]  # and takes no training step
+    most_buckets: ClassVar[int | None]  # of the weight sync; None: all
 
     def __init__(self, config: Any) -> None:
         self.config, self.stack, self.status = config, ExitStack(), 0
@@ -236,8 +238,9 @@ def only_at_the_end(refit: Refit, config: Any) -> Refit:
     """The first and the middle syncs of a trace take buffers and devices and send no bucket: the last one does."""
     transfer = refit._transfer
 
-    def transfer_at_the_end(*args: Any) -> list[list[dict[str, Any]]]:
-        return transfer(*args) if LocalGroup.phases.step == config.rollout.max_num_steps else []
+    def transfer_at_the_end(layout: PackLayout, buckets: range, version: int) -> list[list[dict[str, Any]]]:
+        is_last = LocalGroup.phases.step == config.rollout.max_num_steps
+        return transfer(layout, buckets[: LocalRun.most_buckets], version) if is_last else []
 
     refit._transfer = transfer_at_the_end
     return refit
