@@ -21,12 +21,37 @@ import select
 select.select([guarded], [], [])
 """
 
-_END_GROUP = """
+# Python gives these names to shared memory and semaphores, and has a process to remove them, which is killed too.
+_SHARED = """
+def shared_by(folder):
+    with open(folder + "maps") as file:
+        paths = [line[line.index("/dev/shm/"):].strip() for line in file if "/dev/shm/" in line]
+    return {path for path in paths if path[9:].startswith(("psm_", "sem.mp-"))}
+def unlink(paths):
+    for path in paths:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+"""
+
+_END_GROUP = (
+    _SHARED
+    + """
+group, shared = int(sys.argv[1]), set()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        if os.getpgid(int(pid)) == group:
+            shared |= shared_by("/proc/" + pid + "/")
+    except OSError:  # it has ended
+        pass
 try:
-    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+    os.killpg(group, signal.SIGKILL)
 except ProcessLookupError:
     pass
+unlink(shared)
 """
+)
 
 _REMOVE = """
 try:
@@ -40,8 +65,10 @@ except OSError:  # a folder
 # A process that is just being started may have no environment yet, and one that is killed may have started another.
 # Ray's agents write their names over their environment: they have the log of a session open whose name ends with the
 # id of the driver. Other guards end by themselves.
-_END_MARKED = """
-mark, log, quiet = sys.argv[2].encode(), "_" + sys.argv[1] + "/logs/", 0
+_END_MARKED = (
+    _SHARED
+    + """
+mark, log, quiet, shared = sys.argv[2].encode(), "_" + sys.argv[1] + "/logs/", 0, set()
 def is_marked(folder):
     with open(folder + "cmdline", "rb") as file:
         if b"pidfd_open(int(sys.argv[1]))" in file.read():
@@ -59,6 +86,7 @@ while quiet < 3:
             with open("/proc/" + pid + "/stat") as file:
                 is_dead = file.read().rpartition(")")[2].split()[0] in "ZX"
             if not is_dead and is_marked("/proc/" + pid + "/"):
+                shared |= shared_by("/proc/" + pid + "/")
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 found += 1
             os.close(process)
@@ -66,7 +94,9 @@ while quiet < 3:
             pass
     quiet = 0 if found else quiet + 1
     time.sleep(0.3)
+unlink(shared)
 """
+)
 
 _MAX_BYTES = 60  # of a folder for sockets; vLLM's names have 37, those of `multiprocessing` 32
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")

@@ -108,6 +108,33 @@ def test_a_driver_that_is_killed_leaves_no_process_of_ray():
     assert eventually(lambda: not any(agent.exists() for agent in agents), limit_s=10)
 
 
+SHARES = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+block, lock = SharedMemory(create=True, size=4096), multiprocessing.get_context("spawn").Lock()
+print("/dev/shm/" + block.name, "/dev/shm/" + lock._semlock.name.strip("/"), flush=True)
+time.sleep(600)
+"""
+HAS_CHILDREN = """
+import os, signal, subprocess, sys
+from nemo_rl.utils import guards
+guards.{guard}()
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("guard", ["end_group_after_me", "end_children_after_me"])
+def test_children_of_a_process_that_is_killed_leave_no_shared_memory_and_no_semaphore(guard):
+    """Python's own process that would remove them is killed with them."""
+    command = [sys.executable, "-c", HAS_CHILDREN.format(guard=guard), SHARES]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    paths = [Path(path) for path in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(paths) == 2
+    assert eventually(lambda: not any(path.exists() for path in paths), limit_s=10)
+
+
 class BusyMachine:
     """A machine on which a start of Ray fails so often, takes so many seconds, and an import of Ray so many."""
 
