@@ -134,6 +134,15 @@ def test_training_and_generation_agree(tmp_path: Path, name: str) -> None:
     agrees_at_every_step(done, name, 2)
 
 
+@pytest.mark.timeout(1800)
+def test_the_tiny_model_learns(tmp_path: Path) -> None:
+    more = ("grpo.max_num_steps=20", "grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64")
+    done = run(tmp_path, *command("bfloat16", *more), timeout_s=1500, **how("bfloat16"))
+    agrees_at_every_step(done, "bfloat16", 20)
+    rewards = done.curve("train/reward")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2, rewards
+
+
 WITHOUT_VALUES = {"bfloat16": (), "fp8": (), "compiled": ("policy.dtensor_cfg.torch_compile=true",)}
 
 

@@ -249,6 +249,35 @@ def test_with_values_the_device_computes_as_the_cpu_does_forward_and_backward():
     assert "the CPU computes its values" in done.stderr
 
 
+KERNEL = """
+import sys, torch, triton, triton.language as tl
+from triton.runtime import interpreter
+sys.path.insert(0, sys.argv[1])
+import standin_values
+standin_values.of_triton(interpreter)
+
+
+@triton.jit
+def kernel(x, y, out, size: tl.constexpr):
+    at = tl.arange(0, size)
+    a, b = tl.load(x + at), tl.load(y + at)
+    tl.store(out + at, tl.where(a < b, a * b - a, -tl.maximum(a, 1.5)))
+
+
+x, y = torch.randn(2, 512).bfloat16()
+kernel[(1,)](x, y, out := torch.empty_like(x), 512)
+expected = torch.where(x < y, x * y - x, -x.clamp(min=1.5))
+print((out != expected).sum().item())
+"""
+
+
+def test_a_kernel_of_triton_that_computes_in_bfloat16_has_the_values_of_torch(tmp_path):
+    (program := tmp_path / "program.py").write_text(KERNEL)
+    command = [sys.executable, str(program), str(HERE / "hook")]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stderr
+
+
 def test_paged_attention_of_vllm_has_the_values_of_torch_and_refuses_what_it_does_not_know(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE / "hook"))
     module, own = SimpleNamespace(), importlib.import_module("standin_vllm")

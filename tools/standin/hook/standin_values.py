@@ -47,6 +47,30 @@ def of_triton(interpreter):
     """Triton's interpreter copies the arguments to the host and back: device memory is the host's here."""
     interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
+    for name in ("unary_op", "binary_op", "ternary_op"):
+        setattr(interpreter.InterpreterBuilder, name, _of_bfloat16(interpreter, name))
+
+
+def _of_bfloat16(interpreter, name):
+    """numpy has no bfloat16, and the interpreter would take its bits for integers: compute in float32, and round."""
+    import numpy as np
+    import torch
+
+    operate = getattr(interpreter.InterpreterBuilder, name)
+    narrow, wide = interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def rounded(self, *arguments):
+        *handles, op = arguments
+        if not any(handle.dtype.scalar == narrow for handle in handles):
+            return operate(self, *arguments)
+        handles = [self.cast_impl(each, wide) if each.dtype.scalar == narrow else each for each in handles]
+        out = operate(self, *handles, op)
+        if out.data.dtype == bool:  # a comparison
+            return out
+        bits = torch.from_numpy(np.ascontiguousarray(out.data)).bfloat16().view(torch.int16)
+        return interpreter.TensorHandle(bits.numpy().view(np.uint16), narrow)
+
+    return rounded
 
 
 def _scores(q, k, scale, left, right, causal):
