@@ -64,11 +64,19 @@ def of_triton_attention(module):
         standin_vllm.of_triton_attention(module)
 
 
+def of_nccl(wrapper):
+    if "STANDIN_VALUES" in os.environ:
+        import standin_vllm
+
+        standin_vllm.of_nccl(wrapper)
+
+
 AFTER = {
     "nemo_rl.refit.fingerprint": of_fingerprints,
     "torch": of_torch,
     "triton.runtime.interpreter": of_triton,
     "vllm._custom_ops": of_vllm,
+    "vllm.distributed.device_communicators.pynccl_wrapper": of_nccl,
     "vllm.v1.attention.ops.triton_unified_attention": of_triton_attention,
     "vllm.v1.worker.gpu.sample.sampler": of_sampler,
 }

@@ -57,10 +57,10 @@ def _of_bfloat16(interpreter, name):
     import torch
 
     operate = getattr(interpreter.InterpreterBuilder, name)
-    narrow, wide = interpreter.tl.bfloat16, interpreter.tl.float32
 
     def rounded(self, *arguments):
         *handles, op = arguments
+        narrow, wide = interpreter.tl.bfloat16, interpreter.tl.float32
         if not any(handle.dtype.scalar == narrow for handle in handles):
             return operate(self, *arguments)
         handles = [self.cast_impl(each, wide) if each.dtype.scalar == narrow else each for each in handles]

@@ -27,6 +27,21 @@ def of_operators(module):
             library.impl(name, kernel, "CUDA", allow_override=True)
 
 
+def of_nccl(module):
+    """After `vllm.distributed.device_communicators.pynccl_wrapper`: the host waits for each collective.
+
+    vLLM puts them on the stream of its kernels, which are computed at once here.
+    """
+    wait = ctypes.CDLL(None).cudaStreamSynchronize
+    for name in ("ncclAllReduce", "ncclAllGather", "ncclReduceScatter", "ncclReduce", "ncclBroadcast"):
+
+        def awaited(self, *arguments, call=getattr(module.NCCLLibrary, name)):
+            call(self, *arguments)
+            wait(arguments[-1])
+
+        setattr(module.NCCLLibrary, name, awaited)
+
+
 def _normed(x, weight, eps):
     import torch
 
