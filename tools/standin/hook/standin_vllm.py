@@ -32,14 +32,16 @@ def of_nccl(module):
 
     vLLM puts them on the stream of its kernels, which are computed at once here.
     """
-    wait = ctypes.CDLL(None).cudaStreamSynchronize
     for name in ("ncclAllReduce", "ncclAllGather", "ncclReduceScatter", "ncclReduce", "ncclBroadcast"):
+        setattr(module.NCCLLibrary, name, _awaited(getattr(module.NCCLLibrary, name)))
 
-        def awaited(self, *arguments, call=getattr(module.NCCLLibrary, name)):
-            call(self, *arguments)
-            wait(arguments[-1])
 
-        setattr(module.NCCLLibrary, name, awaited)
+def _awaited(call):
+    def awaited(self, *arguments):
+        call(self, *arguments)
+        ctypes.CDLL(None).cudaStreamSynchronize(arguments[-1])
+
+    return awaited
 
 
 def _normed(x, weight, eps):
