@@ -41,6 +41,7 @@ def of_torch(torch):
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False  # it has no stand-in: convolutions take torch's own kernels
 
 
 def of_triton(interpreter):
