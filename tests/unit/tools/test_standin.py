@@ -209,8 +209,8 @@ def by_layout() -> dict[str, list[str]]:
 @pytest.mark.standin
 @pytest.mark.timeout(1500)
 @named("names", by_layout())
-def test_mistakes_are_noticed_as_the_guide_says(names):
-    assert mistakes.main(names) == 0
+def test_mistakes_are_noticed_over_the_standin_as_the_guide_says(names):
+    assert mistakes.main(["--traces", *names]) == 0
 
 
 VALUES = """
