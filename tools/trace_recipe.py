@@ -44,7 +44,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="its memory and its compute capability")
     parser.add_argument("--json", type=Path, help="write what was found there, too")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    return parser.parse_intermixed_args(argv)
+    given = parser.parse_intermixed_args(argv)
+    if given.table and (given.overrides or given.json or given.all_ranks or given.rank != [0]):
+        parser.error("--table takes rank 0 of configurations as they are; --config takes the other options")
+    return given
 
 
 def rank_numbers(text: str) -> list[int]:
@@ -313,7 +316,8 @@ def print_table(paths: Sequence[Path], gpu: str) -> int:
         problems += [f"{recipe.path.stem}: {problem}" for problem in problems_of(report)]
         if not any(key.startswith("policy train") for key in report["phases"]):
             problems.append(f"{recipe.path.stem}: took no training step")
-    print("\n".join(f"PROBLEM: {problem}" for problem in problems), end="")
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
     return 1 if problems else 0
 
 

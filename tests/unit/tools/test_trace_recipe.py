@@ -88,6 +88,20 @@ def test_the_order_of_chosen_experts_is_that_of_a_stable_sort():
     assert torch.equal(values, expected.values) and torch.equal(index, expected.indices)
 
 
+@named(
+    "arguments, said",
+    {
+        "a rank that is none": (["--config", "sft.yaml", "--rank", "0-3"], "'0-3' is no list of ranks; write 0, or 0,2"),
+        "a table of one rank": (["--table", "sft.yaml", "--rank", "2"], "--table takes rank 0 of configurations"),
+        "a table in a file": (["--table", "sft.yaml", "--json", "found.json"], "--config takes the other options"),
+    },
+)
+def test_options_that_would_have_no_effect_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        trace_main(arguments)
+    assert said in capsys.readouterr().err
+
+
 def on_gpus(folder: str) -> list[Path]:
     """All recipes of a folder, or the configurations whose model has a name that is known here."""
     paths = sorted((CONFIGS / folder).glob("*.yaml"))

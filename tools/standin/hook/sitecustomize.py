@@ -21,72 +21,40 @@ def same_torch(torch):
         )
 
 
-def of_torch(torch):
-    same_torch(torch)
-    if "STANDIN_VALUES" in os.environ:
-        import standin_values
+def followers():
+    """By the name of a module: what is called with it once it has been loaded."""
+    import standin_engine
+    import standin_values
+    import standin_vllm
 
+    if "STANDIN_VALUES" not in os.environ:
+        return {
+            "nemo_rl.refit.fingerprint": standin_engine.of_fingerprints,
+            "torch": same_torch,
+            "vllm.v1.worker.gpu.sample.sampler": standin_engine.of_sampler,
+        }
+
+    def of_torch(torch):
+        same_torch(torch)
         standin_values.of_torch(torch)
 
-
-def of_triton(interpreter):
-    if "STANDIN_VALUES" in os.environ:
-        import standin_values
-
-        standin_values.of_triton(interpreter)
-
-
-def of_sampler(sampler):
-    if "STANDIN_VALUES" not in os.environ:
-        import standin_engine
-
-        standin_engine.of_sampler(sampler)
-
-
-def of_fingerprints(fingerprint):
-    if "STANDIN_VALUES" not in os.environ:
-        import standin_engine
-
-        standin_engine.of_fingerprints(fingerprint)
-
-
-def of_vllm(operators):
-    if "STANDIN_VALUES" in os.environ:
-        import standin_vllm
-
-        standin_vllm.of_operators(operators)
-
-
-def of_triton_attention(module):
-    if "STANDIN_VALUES" in os.environ:
-        import standin_vllm
-
-        standin_vllm.of_triton_attention(module)
-
-
-def of_nccl(wrapper):
-    if "STANDIN_VALUES" in os.environ:
-        import standin_vllm
-
-        standin_vllm.of_nccl(wrapper)
-
-
-AFTER = {
-    "nemo_rl.refit.fingerprint": of_fingerprints,
-    "torch": of_torch,
-    "triton.runtime.interpreter": of_triton,
-    "vllm._custom_ops": of_vllm,
-    "vllm.distributed.device_communicators.pynccl_wrapper": of_nccl,
-    "vllm.v1.attention.ops.triton_unified_attention": of_triton_attention,
-    "vllm.v1.worker.gpu.sample.sampler": of_sampler,
-}
+    return {
+        "torch": of_torch,
+        "triton.runtime.interpreter": standin_values.of_triton,
+        "vllm._custom_ops": standin_vllm.of_operators,
+        "vllm.distributed.device_communicators.pynccl_wrapper": standin_vllm.of_nccl,
+        "vllm.v1.attention.ops.triton_unified_attention": standin_vllm.of_triton_attention,
+    }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of AFTER as the other finders do, and adds what is to follow their execution."""
+    """Finds the modules of `followers` as the other finders do, and adds what is to follow their execution."""
+
+    def __init__(self, after):
+        self.after = after
 
     def find_spec(self, name, path, target=None):
-        if name not in AFTER:
+        if name not in self.after:
             return None
         sys.meta_path.remove(self)
         try:
@@ -99,11 +67,11 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            AFTER[name](module)
+            self.after[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
 if "STANDIN_TORCH" in os.environ:
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, Finder(followers()))
