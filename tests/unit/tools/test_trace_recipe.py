@@ -91,7 +91,7 @@ def test_the_order_of_chosen_experts_is_that_of_a_stable_sort():
 @named(
     "arguments, said",
     {
-        "a rank that is none": (["--config", "sft.yaml", "--rank", "0-3"], "'0-3' is no list of ranks; write 0, or 0,2"),
+        "a rank that is none": (["--config", "sft.yaml", "--rank", "0-3"], "'0-3' is no list of ranks; write 0"),
         "a table of one rank": (["--table", "sft.yaml", "--rank", "2"], "--table takes rank 0 of configurations"),
         "a table in a file": (["--table", "sft.yaml", "--json", "found.json"], "--config takes the other options"),
     },
