@@ -17,7 +17,7 @@ from tests.conversations import answered as said
 from tests.tables import named
 from tests.unit.environments.test_retrieval import play
 
-SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
+SANDBOX = {"time_limit_s": 60.0, "cpu_limit_s": 5, "memory_mib": 256}
 
 
 @pytest.fixture(scope="module")

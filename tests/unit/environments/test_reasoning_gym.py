@@ -147,7 +147,7 @@ def test_a_missing_package_is_one_line():
 def test_the_last_answer_in_tags_gets_the_score_of_its_task(python):
     row = load_rows(section(python, num_samples=1, double={}))[0][0]
     known, right = row["extra_env_info"], row["expected_answer"]
-    environment = ReasoningGymEnvironment({"num_workers": 1, "sandbox": {"time_limit_s": 1.0}})
+    environment = ReasoningGymEnvironment({"num_workers": 1, "sandbox": {"cpu_limit_s": 1}})
     try:
         turns = (
             f"<answer>1</answer> no, <answer> {right} </answer>",
@@ -159,7 +159,7 @@ def test_the_last_answer_in_tags_gets_the_score_of_its_task(python):
         assert result.rewards.tolist() == [1.0, 0.25, 0.0, 0.0] and result.terminateds.all()
         assert result.answers == [right, "1", None, ")"] and result.failures == [None] * 4
         assert result.metrics and result.metrics[2] == {"score/double": 0.0, "answered": 0.0}
-        # Scorers evaluate answers: one that reads a file has a score like any wrong one, one that hangs its time limit.
+        # Scorers evaluate answers: one that reads a file has a score like any wrong one, one that hangs its limit.
         hostile = ("open('/etc/passwd').read()", "max(iter(int, 1))", "__import__('os')._exit(3)")
         result = environment.step([answered(f"<answer>{text}</answer>") for text in hostile], [known] * 3)
         assert result.rewards.tolist() == [0.0, 0.0, 0.0]

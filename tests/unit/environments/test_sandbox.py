@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,9 @@ from tests.unit.environments.hostile_programs import HOSTILE
 
 ROOT = str(Path(__file__).parents[3])
 MARK = f"hostile_{secrets.token_hex(8)}"
-LIMITS = SandboxConfig(time_limit_s=1.5, cpu_limit_s=1, memory_mib=256, max_disk_mib=32, max_files=200)
+# A busy machine gives a program little of a second: time ends those alone that would go on for ever.
+LIMITS = SandboxConfig(time_limit_s=60.0, cpu_limit_s=5, memory_mib=256, max_disk_mib=32, max_files=200)
+HURRIED = LIMITS.model_copy(update={"time_limit_s": 1.5, "cpu_limit_s": 1})
 PLACES = ("/tmp", "/dev/shm", "/var/tmp", str(Path.home()), os.getcwd())
 
 
@@ -42,9 +43,10 @@ def one(pool: SandboxPool, text: str, **more) -> SandboxResult:
 def assert_contained(name: str, result: SandboxResult) -> None:
     """It did not succeed, and the result names the limit."""
     expected = HOSTILE[name][1]
-    busy = (LimitHit.CPU_TIME, LimitHit.WALL_TIME, LimitHit.MEMORY, LimitHit.THREADS)  # neither memory nor CPU in time
+    # Those that would go on for ever may run out of memory or threads first.
+    endless = (LimitHit.CPU_TIME, LimitHit.WALL_TIME, LimitHit.MEMORY, LimitHit.THREADS)
     is_missing = expected is LimitHit.FORBIDDEN and "FileNotFoundError" in result.stderr  # it may not be there at all
-    assert is_missing or result.limit in (busy if expected in busy[:2] else [expected]), (name, result)
+    assert is_missing or result.limit in (endless if expected in endless[:2] else [expected]), (name, result)
     assert "made" not in result.stderr
     assert not result.finished or name in ("directory without permissions", "deep directories")
 
@@ -81,12 +83,14 @@ def pool():
 
 
 def test_hostile_programs_are_contained_and_named(pool: SandboxPool) -> None:
-    started = time.monotonic()
-    *results, sound = pool.run([Program(cells=[text]) for text in [*map(source, HOSTILE), "print(1)"]])
-    assert sound.stdout == "1\n" and time.monotonic() - started < (LIMITS.time_limit_s + 20) * len(HOSTILE) / 4
-    assert_nothing_left(pool)
-    for name, result in zip(HOSTILE, results, strict=True):
-        assert_contained(name, result)
+    endless = [name for name, (_, limit) in HOSTILE.items() if limit in (LimitHit.CPU_TIME, LimitHit.WALL_TIME)]
+    with closing(SandboxPool(4, HURRIED)) as hurried:
+        for ends_them, names in ((hurried, endless), (pool, [name for name in HOSTILE if name not in endless])):
+            *results, sound = ends_them.run([Program(cells=[text]) for text in [*map(source, names), "print(1)"]])
+            assert_nothing_left(ends_them)
+            for name, result in zip(names, results, strict=True):
+                assert_contained(name, result)
+            assert sound.stdout == "1\n"
 
 
 def test_hostile_programs_in_a_row_leave_nothing_behind(pool: SandboxPool) -> None:
@@ -291,7 +295,6 @@ from nemo_rl.environments.code.sandbox.program import Program
 pool = SandboxPool(1, SandboxConfig(time_limit_s=60.0))
 program = Program(cells=["open('a', 'w').write('x'); import time; time.sleep(60)"])
 threading.Thread(target=pool.run, args=([program],)).start()
-time.sleep(0.3)
 print(pool.directory, flush=True)
 time.sleep(60)
 """
@@ -302,7 +305,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(t
     command, variables = [sys.executable, "-c", ABANDONED, ROOT], {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as run:
         directory = run.stdout.readline().strip()
-        assert len(processes_of(directory)) == 2  # the server and the program
+        assert eventually(lambda: len(processes_of(directory)) == 2)  # the server and the program
         run.kill()
     assert eventually(lambda: not processes_of(directory))
     assert directory.startswith(f"{tmp_path}/{DIRECTORY_PREFIX}")

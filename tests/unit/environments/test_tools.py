@@ -46,7 +46,7 @@ SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
 def environment():
     tools, limits = (
         ["calculator", "python", f"{__name__}:SHOUT", f"{__name__}:BOOM"],
-        {"time_limit_s": 2.0, "cpu_limit_s": 1},
+        {"time_limit_s": 60.0, "cpu_limit_s": 1},
     )
     made: Any = new_environment("python_tools", {"num_workers": 1, "tools": tools, "sandbox": limits})
     yield made
