@@ -22,6 +22,7 @@ from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
 from nemo_rl.data.model_folder import unmade_config
 from nemo_rl.evals.config import EvalGenerationConfig, EvalMasterConfig
+from nemo_rl.models.generation.replicas import engines_of
 from nemo_rl.models.policy.attention import can_share_prompts
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, token_budgets
 from nemo_rl.models.policy.dtensor.lora import adapted_model
@@ -45,6 +46,7 @@ from nemo_rl.models.policy.memory import (
     process_parts,
 )
 from nemo_rl.utils.config import ClusterConfig
+from nemo_rl.utils.venvs import what_is_missing
 
 TrainingConfig = RolloutMasterConfig | SupervisedMasterConfig
 
@@ -84,7 +86,20 @@ def _worker_lines(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
 def _warnings(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
     """Lines about missing inputs, and settings that make a run slow. ConfigError for an input that would stop it."""
     absent, slow = Inputs.of(cfg).lines(), slow_precision(cfg)
-    return [*(["", *absent] if absent else []), *([] if slow is None else ["", f"WARNING {slow}"])]
+    found = [text for text in (slow, None if isinstance(cfg, SupervisedMasterConfig) else _missing_engine(cfg)) if text]
+    return [*(["", *absent] if absent else []), *(["", *(f"WARNING {text}" for text in found)] if found else [])]
+
+
+def _missing_engine(cfg: RolloutMasterConfig | EvalMasterConfig) -> str | None:
+    """Why engines could not start from this machine; None if they could."""
+    generation = cfg.policy.generation if isinstance(cfg, RolloutMasterConfig) else cfg.generation
+    if generation.is_by_policy:
+        return None
+    try:
+        missing = what_is_missing(engines_of(generation.backend).kind.extra(cfg.cluster.use_gpus))
+    except ValueError as error:  # the package was installed without its project
+        missing = str(error)
+    return None if missing is None else f"{generation.key('backend')}={generation.backend}: {missing}"
 
 
 def _labelled(title: str, rows: dict[str, str]) -> list[str]:

@@ -121,6 +121,18 @@ def test_a_placement_refuses_adapters_that_the_model_does_not_take() -> None:
             lines_of("policy.model_name=tiny:arithmetic", f"policy.dtensor_cfg.lora_cfg={lora}")
 
 
+def test_a_placement_names_an_engine_that_this_machine_lacks_and_cannot_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path))
+    on_cpu = ("cluster.gpus_per_node=0", "policy.model_name=tiny:arithmetic", "policy.precision=float32")
+    on_cpu = (*on_cpu, "policy.generation.backend=sglang")
+    assert "WARNING" not in " ".join(lines_of(*on_cpu))  # uv makes its environment when the run starts
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = next(line for line in lines_of(*on_cpu) if line.startswith("WARNING policy.generation.backend=sglang"))
+    assert "(not installed)" in told and "install uv or the extra 'sglang'" in told
+
+
 def test_a_placement_on_cpus_says_how_often_a_prompt_is_computed() -> None:
     on_cpu, engine = ("cluster.gpus_per_node=0", "policy.model_name=tiny:arithmetic"), "policy.generation.vllm_cfg"
     once, often = (
