@@ -80,6 +80,15 @@ def test_a_process_with_another_torch_than_the_libraries_were_built_for_is_refus
         sitecustomize.same_torch(SimpleNamespace(__version__="2.12.0+cu130"))
 
 
+def test_the_sitecustomize_of_a_user_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OF_THE_USER'] = 'set'\n")
+    folders = (str(HERE / "hook"), str(tmp_path))
+    variables = os.environ | {"STANDIN_TORCH": torch_version(), "PYTHONPATH": os.pathsep.join(folders)}
+    program = "import os, sys; print(os.environ['OF_THE_USER'], type(sys.meta_path[0]).__name__)"
+    told = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["set", "Finder"], told.stderr
+
+
 DEVICE = """
 import ctypes, torch
 from nemo_rl.algorithms.parts.hardware import gpu_names

@@ -6,6 +6,7 @@ those of `standin_values` and `standin_vllm`; without them vLLM gets tokens, and
 """
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -73,5 +74,15 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def run_the_users_own():
+    """Python loads one module of this name; the one that it would have loaded without this folder runs after it."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    elsewhere = [folder for folder in sys.path if os.path.abspath(folder) != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 if "STANDIN_TORCH" in os.environ:
     sys.meta_path.insert(0, Finder(followers()))
+    run_the_users_own()
