@@ -442,21 +442,31 @@ def sections(slot: Slot, value: Any, path: KeyPath = ()) -> Iterator[Section]:
 def fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
     """Write every absent default into the tree, derived ones as interpolations, so that others can refer to them."""
     for _, section, values in sections(Slot.of(model), tree):
-        for name, field in section.model_fields.items():
-            slot = Slot.of_field(field)
+        for name, default in _defaults(section).items():
             if name not in values:
-                if (derived := slot.mark(Derived)) is not None:
-                    values[name] = derived.interpolation
-                elif not field.is_required():
-                    default = field.get_default(call_default_factory=True, validated_data={})
-                    values[name] = default.model_dump() if isinstance(default, BaseModel) else default
-                elif isinstance(slot.annotation, type) and issubclass(slot.annotation, StrictModel):
-                    values[name] = {}
-            named_by_key = slot.mark(NamedByKey)
+                values[name] = copy.deepcopy(default)
+        for name, field in section.model_fields.items():
+            named_by_key = Slot.of_field(field).mark(NamedByKey)
             if named_by_key is not None and isinstance(values.get(name), dict):
                 for key, entry in values[name].items():
                     if isinstance(entry, dict):
                         entry.setdefault(named_by_key.field, key)
+
+
+@cache
+def _defaults(model: type[BaseModel]) -> dict[str, Any]:
+    """What stands in a tree for the fields that need not be given. Of sections without a default: an empty one."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        slot = Slot.of_field(field)
+        if (derived := slot.mark(Derived)) is not None:
+            found[name] = derived.interpolation
+        elif not field.is_required():
+            default = field.get_default(call_default_factory=True, validated_data={})
+            found[name] = default.model_dump() if isinstance(default, BaseModel) else default
+        elif isinstance(slot.annotation, type) and issubclass(slot.annotation, StrictModel):
+            found[name] = {}
+    return found
 
 
 def known_keys(model: type[BaseModel], values: dict[str, Any]) -> list[str]:
