@@ -81,6 +81,7 @@ SCENARIOS: dict[str, Scenario] = {
     "in flight, kept": Scenario(overrides=(*IN_FLIGHT, f"{AGAIN}=false")),
     "in flight, computed again": Scenario(overrides=(*IN_FLIGHT, f"{AGAIN}=true")),
     "images": Scenario(config="grpo_vlm_cpu"),
+    "experts": Scenario(overrides=("policy.model_name=tiny:arithmetic-moe",)),
     "sft": Scenario("sft", "sft_cpu", overrides=("sft.max_num_steps=30", "sft.val_period=15", *ROWS), samples=False),
     "dpo": Scenario("dpo", "dpo_cpu", overrides=("dpo.max_num_steps=4", "dpo.val_period=2", *ROWS), samples=False),
 }

@@ -68,6 +68,7 @@ ROWS = {
     "in flight, kept": Row("refit over packed_collective", num_gpus=2),
     "in flight, computed again": Row("refit over packed_collective", num_gpus=2),
     "images": Row("refit over packed_ipc"),
+    "experts": Row("refit over packed_ipc"),
     "sft": Row(),
     "dpo": Row(),
 }
@@ -81,6 +82,7 @@ AGREE = (
     "split",
     "tensor parallel",
     "images",
+    "experts",
 )
 
 

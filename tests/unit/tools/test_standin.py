@@ -270,13 +270,22 @@ standin_values.of_triton(interpreter)
 def kernel(x, y, out, size: tl.constexpr):
     at = tl.arange(0, size)
     a, b = tl.load(x + at), tl.load(y + at)
-    tl.store(out + at, tl.where(a < b, a * b - a, -tl.maximum(a, 1.5)))
+    tl.store(out + at, tl.where(a < b, a * b - a, -tl.maximum(a, 1.5)) + (b + b).to(tl.int32))
+
+
+@triton.jit
+def product(x, y, out, size: tl.constexpr):
+    at = tl.arange(0, size)[:, None] * size + tl.arange(0, size)[None, :]
+    tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at)))
 
 
 x, y = torch.randn(2, 512).bfloat16()
 kernel[(1,)](x, y, out := torch.empty_like(x), 512)
-expected = torch.where(x < y, x * y - x, -x.clamp(min=1.5))
+expected = torch.where(x < y, x * y - x, -x.clamp(min=1.5)) + (y + y).int()
 print((out != expected).sum().item())
+x, y = torch.randn(2, 16, 16).bfloat16()
+product[(1,)](x, y, out := torch.empty(16, 16), 16)
+print((out - x.float() @ y.float()).abs().max().item() < 1e-5)
 """
 
 
@@ -284,7 +293,29 @@ def test_a_kernel_of_triton_that_computes_in_bfloat16_has_the_values_of_torch(tm
     (program := tmp_path / "program.py").write_text(KERNEL)
     command = [sys.executable, str(program), str(HERE / "hook")]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.stdout == "0\n", done.stderr
+    assert done.stdout == "0\nTrue\n", done.stderr
+
+
+def test_experts_of_vllm_are_chosen_laid_out_and_added_as_a_dense_product_has_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE / "hook"))
+    own = importlib.import_module("standin_vllm")
+    torch.manual_seed(0)
+    tokens, k, num_experts, block = 6, 2, 4, 4
+    x, experts, logits = torch.randn(tokens, 8), torch.randn(num_experts, 8, 8), torch.randn(tokens, num_experts)
+    weights, ids = torch.empty(tokens, k), torch.empty(tokens, k, dtype=torch.int32)
+    own.topk_softmax(weights, ids, None, logits, True, None, torch.tensor([False] * 5 + [True]))
+    rows, blocks = torch.empty(24, dtype=torch.int32), torch.full((6,), -1, dtype=torch.int32)
+    own.moe_align_block_size(ids, num_experts, block, rows, blocks, number := torch.empty(1, dtype=torch.int32))
+    products = torch.full((tokens * k, 8), torch.nan)  # nothing is computed for the token that only fills the batch
+    for i, row in enumerate(rows[:number].tolist()):
+        if row < tokens * k:
+            products[row] = weights.flatten()[row] * (x[row // k] @ experts[blocks[i // block]])
+    own.moe_sum(products.view(tokens, k, 8), out := torch.empty(tokens, 8), ids)
+    top = logits.topk(k)
+    every = torch.zeros_like(logits).scatter(1, top.indices, top.values.softmax(1))
+    want = torch.einsum("te,th,ehd->td", every, x, experts)
+    torch.testing.assert_close(out[:5], want[:5])
+    assert not out[5].any() and ids[5].tolist() == [-1, -1]
 
 
 def test_paged_attention_of_vllm_has_the_values_of_torch_and_refuses_what_it_does_not_know(monkeypatch):

@@ -1,4 +1,4 @@
-"""True values on the stand-in for CUDA, where aten has no CPU kernel: flash attention, and products of two types.
+"""True values on the stand-in for CUDA, where aten has no CPU kernel: flash attention, products of two types, counts.
 
 The other operators of aten are those of `values.cpp`. Slow: for tiny models, in eager mode.
 """
@@ -32,6 +32,7 @@ def of_torch(torch):
         "bmm.dtype": mm,
         "addmm.dtype": addmm,
         "mm.dtype_out": mm_out,
+        "histc": _histc,
         "_flash_attention_forward": _flash_forward,
         "_flash_attention_backward": _flash_backward,
     }
@@ -44,34 +45,82 @@ def of_torch(torch):
     torch.backends.cudnn.enabled = False  # it has no stand-in: convolutions take torch's own kernels
 
 
+def _histc(x, bins=100, min=0, max=0):
+    """aten::histc, of integers too: the number of entries in each of `bins` equal parts of [min, max], in x's dtype."""
+    import torch
+
+    low, high = (x.min(), x.max()) if min == max else (min, max)
+    inside = x[(x >= low) & (x <= high)]
+    part = ((inside - low) * bins / (high - low)).long().clamp(max=bins - 1)
+    return torch.bincount(part, minlength=bins).to(x.dtype)
+
+
 def of_triton(interpreter):
     """Triton's interpreter copies the arguments to the host and back: device memory is the host's here."""
     interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
+    builder = interpreter.InterpreterBuilder
     for name in ("unary_op", "binary_op", "ternary_op"):
-        setattr(interpreter.InterpreterBuilder, name, _of_bfloat16(interpreter, name))
+        setattr(builder, name, _of_bfloat16(interpreter, getattr(builder, name)))
+    builder.cast_impl, builder.create_dot = _casts(interpreter), _products(interpreter)
 
 
-def _of_bfloat16(interpreter, name):
-    """numpy has no bfloat16, and the interpreter would take its bits for integers: compute in float32, and round."""
+# numpy has no bfloat16: Triton's interpreter takes its bits for integers, and cuts where a GPU rounds to the nearest.
+# These compute in float32, and round.
+
+
+def _of_bfloat16(interpreter, operate):
+    def rounded(self, *arguments):
+        *handles, op = arguments
+        if not any(handle.dtype.scalar == interpreter.tl.bfloat16 for handle in handles):
+            return operate(self, *arguments)
+        out = operate(self, *(_widened(interpreter, handle) for handle in handles), op)
+        is_comparison = out.data.dtype == bool
+        return out if is_comparison else _narrowed(interpreter, out)
+
+    return rounded
+
+
+def _casts(interpreter):
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def through_float32(self, src, dst_type):
+        narrow = interpreter.tl.bfloat16
+        if src.dtype.scalar == dst_type.scalar == narrow:
+            return src
+        if dst_type.scalar == narrow:
+            return _narrowed(interpreter, cast(self, src, interpreter.tl.float32))
+        return cast(self, _widened(interpreter, src), dst_type)
+
+    return through_float32
+
+
+def _products(interpreter):
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(self, a, b, *others):
+        return dot(self, _widened(interpreter, a), _widened(interpreter, b), *others)
+
+    return widened
+
+
+def _widened(interpreter, handle):
+    """A float32 in place of a bfloat16; others as they are."""
+    import numpy as np
+
+    if handle.dtype.scalar != interpreter.tl.bfloat16:
+        return handle
+    values = (np.asarray(handle.data).astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(values, interpreter.tl.float32)
+
+
+def _narrowed(interpreter, handle):
+    """A float32 as bfloat16, rounded to the nearest."""
     import numpy as np
     import torch
 
-    operate = getattr(interpreter.InterpreterBuilder, name)
-
-    def rounded(self, *arguments):
-        *handles, op = arguments
-        narrow, wide = interpreter.tl.bfloat16, interpreter.tl.float32
-        if not any(handle.dtype.scalar == narrow for handle in handles):
-            return operate(self, *arguments)
-        handles = [self.cast_impl(each, wide) if each.dtype.scalar == narrow else each for each in handles]
-        out = operate(self, *handles, op)
-        if out.data.dtype == bool:  # a comparison
-            return out
-        bits = torch.from_numpy(np.ascontiguousarray(out.data)).bfloat16().view(torch.int16)
-        return interpreter.TensorHandle(bits.numpy().view(np.uint16), narrow)
-
-    return rounded
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data)).bfloat16().view(torch.int16)
+    return interpreter.TensorHandle(bits.numpy().view(np.uint16), interpreter.tl.bfloat16)
 
 
 def _scores(q, k, scale, left, right, causal):

@@ -1,4 +1,4 @@
-"""True values of vLLM's own operators on the stand-in for CUDA: those that its engine calls for a dense model.
+"""True values of vLLM's own operators on the stand-in for CUDA: those of dense models and of mixtures of experts.
 
 Every other operator of vLLM that has a CUDA kernel stops by name: a value that nothing computed looks like any other.
 """
@@ -96,6 +96,42 @@ def vocab_parallel_embedding(out, ids, weight, start, end, padding, added_start,
     out.copy_(weight[rows * is_here] * is_here[:, None])
 
 
+def topk_softmax(weights, ids, rows, logits, renormalize, bias=None, is_padding=None):
+    """The experts of each token and their weights [T, k], from logits [T, experts]. A bias only chooses.
+
+    Tokens [T] that only fill a batch have the experts -1.
+    """
+    probabilities = logits.float().softmax(-1)
+    chosen = (probabilities if bias is None else probabilities + bias).topk(ids.shape[-1], -1).indices
+    picked = probabilities.gather(-1, chosen)
+    weights.copy_(picked / picked.sum(-1, keepdim=True) if renormalize else picked)
+    ids.copy_(chosen if is_padding is None else chosen.masked_fill(is_padding[:, None], -1))
+
+
+def moe_align_block_size(
+    ids, num_experts, block, sorted_rows, expert_of_block, num_rows, expert_map=None, scatter=None
+):  # fmt: skip
+    """Lays out the rows [T * k] expert by expert, each in whole blocks; the number of rows itself stands for no row."""
+    assert expert_map is None and scatter is None
+    flat, begin = ids.flatten().tolist(), 0
+    sorted_rows.fill_(len(flat))
+    for expert in range(num_experts):
+        own = [row for row, its in enumerate(flat) if its == expert]
+        end = begin + -(-len(own) // block) * block
+        for i, row in enumerate(own):
+            sorted_rows[begin + i] = row
+        expert_of_block[begin // block : end // block] = expert
+        begin = end
+    num_rows.fill_(begin)
+
+
+def moe_sum(x, out, ids=None, expert_map=None):
+    """Adds the products of a token's experts [T, k, width]. Nothing was computed for the expert -1."""
+    assert expert_map is None
+    products = x.float() if ids is None else x.float().masked_fill(ids[..., None] < 0, 0.0)
+    out.copy_(products.sum(1))
+
+
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, kind, k_scale, v_scale):
     """Writes keys and values to their slots of the paged cache; a negative slot is padding."""
     slots = slots.long()
@@ -178,6 +214,7 @@ OPERATORS = {
         "rotary_embedding": rotary_embedding,
         "vocab_parallel_embedding": vocab_parallel_embedding,
     },
+    "_moe_C": {"topk_softmax": topk_softmax, "moe_align_block_size": moe_align_block_size, "moe_sum": moe_sum},
     "_C_cache_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
     "_vllm_fa3_C": {"fwd": flash_attention},
 }
