@@ -94,7 +94,7 @@ SAID = {
     "adapters": "after the first sync only what training changes",
     "split": "refit over packed_collective",
     "tensor parallel": "refit over packed_ipc",
-    **dict.fromkeys(("fp8", "images", "megatron", "own workers", "transformer engine"), ""),
+    **dict.fromkeys(("experts", "fp8", "images", "megatron", "own workers", "transformer engine"), ""),
 }
 NEED_TWO_GPUS = ("split", "tensor parallel", "in flight, kept", "in flight, computed again")
 ON_A_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SAID]
