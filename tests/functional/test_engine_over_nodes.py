@@ -54,16 +54,23 @@ class Nodes:
         role += f" --num-cpus={num_cpus} --object-store-memory=200000000"
         inside = (OWN_FOLDERS if number else "") + RAY
         command = ["sh", "-c", inside.format(python=sys.executable, role=role, folder=self._folder)]
+        deadline = time.monotonic() + 180
+        while not self._has_joined(number, [*(OWN if number else ()), *command], deadline):
+            assert time.monotonic() < deadline, "a busy machine does not start a node in the 30 s that Ray gives it"
+
+    def _has_joined(self, number: int, command: list[str], deadline: float) -> bool:
+        """Start a node, and wait for it. False if Ray itself found its start too slow."""
         environment = {name: value for name, value in (os.environ | self.environment).items() if name != "RAY_ADDRESS"}
         log = self._logs / f"node-{number}.log"
-        with log.open("ab") as file:
-            self._nodes[number] = subprocess.Popen(
-                [*(OWN if number else ()), *command], env=environment, stdout=file, stderr=file, start_new_session=True
-            )
-        deadline = time.monotonic() + 180
+        with log.open("wb") as file:
+            started = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        self._nodes[number] = started
         while "Ray runtime started" not in log.read_text():
-            assert self._nodes[number].poll() is None and time.monotonic() < deadline, log.read_text()
+            if started.poll() is not None and "timed out during startup" in log.read_text():
+                return False
+            assert started.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
+        return True
 
     def with_engine(self) -> int:
         """The last node on which a rank of an engine computes."""
