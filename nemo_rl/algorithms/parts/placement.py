@@ -85,13 +85,15 @@ def _worker_lines(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
 
 def _warnings(cfg: TrainingConfig | EvalMasterConfig) -> list[str]:
     """Lines about missing inputs, and settings that make a run slow. ConfigError for an input that would stop it."""
-    absent, slow = Inputs.of(cfg).lines(), slow_precision(cfg)
-    found = [text for text in (slow, None if isinstance(cfg, SupervisedMasterConfig) else _missing_engine(cfg)) if text]
-    return [*(["", *absent] if absent else []), *(["", *(f"WARNING {text}" for text in found)] if found else [])]
+    absent = Inputs.of(cfg).lines()
+    warnings = [f"WARNING {text}" for text in (slow_precision(cfg), _missing_engine(cfg)) if text is not None]
+    return [line for part in (absent, warnings) if part for line in ("", *part)]
 
 
-def _missing_engine(cfg: RolloutMasterConfig | EvalMasterConfig) -> str | None:
-    """Why engines could not start from this machine; None if they could."""
+def _missing_engine(cfg: TrainingConfig | EvalMasterConfig) -> str | None:
+    """Why engines could not start from this machine; None if they could, and for training from rows."""
+    if isinstance(cfg, SupervisedMasterConfig):
+        return None
     generation = cfg.policy.generation if isinstance(cfg, RolloutMasterConfig) else cfg.generation
     if generation.is_by_policy:
         return None

@@ -113,13 +113,12 @@ def moe_align_block_size(
 ):  # fmt: skip
     """Lays out the rows [T * k] expert by expert, each in whole blocks; the number of rows itself stands for no row."""
     assert expert_map is None and scatter is None
-    flat, begin = ids.flatten().tolist(), 0
-    sorted_rows.fill_(len(flat))
+    sorted_rows.fill_(ids.numel())
+    begin = 0
     for expert in range(num_experts):
-        own = [row for row, its in enumerate(flat) if its == expert]
+        own = (ids.flatten() == expert).nonzero()[:, 0]
         end = begin + -(-len(own) // block) * block
-        for i, row in enumerate(own):
-            sorted_rows[begin + i] = row
+        sorted_rows[begin : begin + len(own)] = own
         expert_of_block[begin // block : end // block] = expert
         begin = end
     num_rows.fill_(begin)
