@@ -259,7 +259,7 @@ def product_seconds(model: str, num_processes: int) -> tuple[Callable[[int], flo
     worst = {
         part: [max(column) for column in zip(*(one[part] for one in measured), strict=True)] for part in measured[0]
     }
-    return tuple(partial(np.interp, xp=PRODUCT_ROWS, fp=worst[part]) for part in ("layers", "head"))  # pyright: ignore[reportReturnType]
+    return tuple(partial(np.interp, xp=PRODUCT_ROWS, fp=worst[part]) for part in ("layers", "head"))
 
 
 def measure_products(model: str) -> None:

@@ -51,7 +51,7 @@ def texts_in(node: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, text) of the longest texts below `node`."""
     text = text_of(node)
     if text:
-        yield node.lineno, text  # pyright: ignore[reportAttributeAccessIssue]
+        yield node.lineno, text
         return
     for child in ast.iter_child_nodes(node):
         yield from texts_in(child)

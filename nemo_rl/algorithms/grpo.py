@@ -54,7 +54,7 @@ class GRPOTrainer(RolloutTrainer):
         """`loss_fn`: None is the loss of `losses/clipped_pg.py`."""
         super().__init__(config, tools, parts)
         grpo = config.grpo
-        self.config = config
+        self.config: GRPOMasterConfig = config
         self.loss_fn = loss_fn if loss_fn is not None else ClippedPGLoss(config.loss_fn)
         self.task = policy_gradient_task(config.policy, self.loss_fn)
         if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -53,7 +53,7 @@ class Interruption:
         return max(0.0, self._until - self._clock() - keep_s)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Generator[None]:
         """Take both signals while the body runs. In the main thread."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
@@ -63,7 +63,7 @@ class Interruption:
                 signal.signal(number, handler)
 
     @contextmanager
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None]:
         """The body looks at `signal` itself, between steps."""
         self._in_steps = True
         try:
@@ -74,7 +74,7 @@ class Interruption:
                 self._timer.cancel()
 
     @contextmanager
-    def exit_after(self, limit_s: float) -> Iterator[None]:
+    def exit_after(self, limit_s: float) -> Generator[None]:
         """End this process if the body takes longer than `limit_s` seconds: what it waits for may have ended, too."""
         timer = threading.Timer(limit_s, os._exit, (self.status,))
         timer.daemon = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -324,7 +324,7 @@ class Trainer(ABC):
             self.metrics[f"{prefix}/{name}"] = value
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Time a phase and show it while it runs."""
         recorder = self.tools.recorder
         noted = recorder.phase(name) if recorder is not None else nullcontext()

@@ -83,7 +83,7 @@ class PPOTrainer(RolloutTrainer):
     ) -> None:
         """`loss_fn`: of the policy; None is the loss of `losses/clipped_pg.py`."""
         super().__init__(config, tools, parts, others=[value])
-        self.config = config
+        self.config: PPOMasterConfig = config
         self.value = value
         self.value_batching = Batching.of(config.value, **value_flops.cost_weights)
         self.loss_fn = loss_fn if loss_fn is not None else ClippedPGLoss(config.loss_fn)

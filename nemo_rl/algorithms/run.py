@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -73,7 +73,7 @@ class Command:
         self.console.keep_events(folder)
 
     @contextmanager
-    def _telling_errors(self) -> Iterator[None]:
+    def _telling_errors(self) -> Generator[None]:
         console, interruption = self.console, self.interruption
         console.configure_logging()
         with self._after_status, interruption.listening():

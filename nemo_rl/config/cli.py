@@ -6,7 +6,7 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,7 @@ def load_from_command_line[M: BaseModel](
 
 
 @contextmanager
-def _remarks_shown() -> Iterator[None]:
+def _remarks_shown() -> Generator[None]:
     """The loader's remarks go to stderr."""
     logger, handler = logging.getLogger("nemo_rl.config"), logging.StreamHandler(sys.stderr)
     level = logger.level

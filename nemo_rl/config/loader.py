@@ -69,7 +69,8 @@ def as_written(values: Any) -> Any:
 
 def build_section[M: BaseModel](name: str, model: type[M], values: Mapping[str, Any]) -> M:
     """One section, such as `logger`, from a dictionary, also in NeMo RL's form."""
-    whole: type[BaseModel] = create_model("Section", __base__=StrictModel, **{name: (model, ...)})  # pyright: ignore[reportArgumentType]
+    fields: dict[str, Any] = {name: (model, ...)}
+    whole = create_model("Section", __base__=StrictModel, **fields)
     return vars(build_config(whole, {name: dict(values)}))[name]
 
 

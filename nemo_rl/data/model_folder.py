@@ -10,7 +10,7 @@ The last two are made once, in the cache folder of this user.
 import copy
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -123,7 +123,7 @@ def write_gguf(path: Path, target: Path) -> None:
             raise ValueError(f"it is one of {parts.contents()} parts; join them with llama-gguf-split --merge")
         logger.info("dequantising %s (%s) into %s (once; it may be deleted)", path, ", ".join(kinds), target.parent)
         source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(**source)
         splitting = reader.get_field("tokenizer.ggml.pre")
         _mend_splitting(tokenizer, None if splitting is None else splitting.contents())
         model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True))
@@ -160,7 +160,7 @@ def _stamp(path: Path) -> tuple[Path, int, int]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(path: Path) -> Generator[None]:
     try:
         yield
     except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:

@@ -208,7 +208,7 @@ def build_tiny_tokenizer(recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> Pre
         merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
-        unk_token=None,  # pyright: ignore[reportArgumentType]  (annotated str; None means that there is none)
+        unk_token=None,  # pyrefly: ignore[bad-argument-type]  (annotated str; None means that there is none)
         extra_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
         model_max_length=recipe.max_position_embeddings,
@@ -243,7 +243,7 @@ def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
     return Qwen3MoeConfig(
         **common,
         intermediate_size=2 * recipe.hidden_size,
-        head_dim=recipe.head_dim,
+        head_dim=recipe.head_dim,  # pyrefly: ignore[unexpected-keyword]  (the class does not declare all that its model reads)
         num_experts=recipe.num_experts,
         num_experts_per_tok=2,
         moe_intermediate_size=recipe.hidden_size,

@@ -1,6 +1,6 @@
 """Which worker group uses the devices: one object decides, so that no loop moves anything itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -94,7 +94,7 @@ class Accelerator:
             self._groups[name].sleep()
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[None]:
+    def hold(self, name: str) -> Generator[None]:
         """`acquire`, and no other group can be acquired until the block ends."""
         self.acquire(name)
         group = self._group_of(name)
@@ -107,7 +107,7 @@ class Accelerator:
             self._holding.remove(group)
 
     @contextmanager
-    def lend(self, name: str) -> Iterator[None]:
+    def lend(self, name: str) -> Generator[None]:
         """Let others acquire the devices until the block ends, although `name` is held; then wake it again."""
         group = self._group_of(name)
         count = self._holding.count(group)

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class BusyTimes:
         self._lock = threading.RLock()
 
     @contextmanager
-    def track(self, name: str) -> Iterator[None]:
+    def track(self, name: str) -> Generator[None]:
         """A call of `name` runs while the body does."""
         with self._lock:
             count, since = self._running.get(name, (0, self._clock()))
@@ -108,7 +108,7 @@ BUSY = BusyTimes()
 
 
 @contextmanager
-def traced(name: str) -> Iterator[None]:
+def traced(name: str) -> Generator[None]:
     """A range on the timeline of Nsight Systems, if it records this process."""
     if "NSYS_PROFILING_SESSION_ID" not in os.environ:  # nsys sets it for all that it starts
         yield
@@ -322,7 +322,7 @@ def _coroutine_stack(coroutine: Any) -> str:
     """The frames of a suspended coroutine, down to the object that it waits for."""
     lines: list[str] = []
     while coroutine is not None:
-        frame = None
+        frame, following = None, None
         if inspect.iscoroutine(coroutine):
             frame, following = coroutine.cr_frame, coroutine.cr_await
         elif inspect.isgenerator(coroutine):

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,7 +24,7 @@ _POLL_S = 0.5
 
 
 @contextmanager
-def profiled_step(cfg: ProfileConfig, folder: Path, step: int) -> Iterator[None]:
+def profiled_step(cfg: ProfileConfig, folder: Path, step: int) -> Generator[None]:
     """Profile the workers that `cfg` names during the block, if it names the step.
 
     Each writes `<folder>/step_<step>_<worker>.json.gz`, so every node has to see `folder`. Raises ValueError if no

@@ -31,7 +31,7 @@ def sequence_cost[Number: (float, np.ndarray)](length: Number, *, quadratic_weig
     `quadratic_weight` depends on the model: 2e-5 to 1e-4 for 7B to 0.5B parameters.
     """
     # Attention computes one product for each pair of positions; everything else is done once for each token.
-    return length + quadratic_weight * length * length
+    return length + quadratic_weight * length * length  # pyrefly: ignore[bad-return]  (of the type of `length`)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -353,7 +353,7 @@ def _command_of_ray(build: Callable[..., list[str]], component: str, *arguments:
 
 
 @contextmanager
-def _light_node() -> Iterator[None]:
+def _light_node() -> Generator[None]:
     """`ray.init` inside starts a `_LightNode`."""
     node_of_ray.Node = _LightNode
     try:
@@ -363,7 +363,7 @@ def _light_node() -> Iterator[None]:
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
+def _own_sigterm() -> Generator[None]:
     """Give SIGTERM back to this process after `ray.init`, whose handler prints addresses and aborts."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -374,7 +374,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _token_errors() -> Iterator[None]:
+def _token_errors() -> Generator[None]:
     """Make Ray's errors about its token a ValueError of one line."""
     try:
         yield

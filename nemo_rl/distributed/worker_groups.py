@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """Worker groups: one plain class in many processes, called as one.
 
 A call to N workers costs O(N). If a worker raises, dies or hangs, the call ends with one exception that names the
@@ -277,7 +276,7 @@ class RayWorkerGroup:
             is_meant = all(at[axis] == 0 for axis in sharding.names if axis not in named)
             if not is_meant and not make_dummy_calls_to_free_axes:
                 continue
-            given = kwargs if is_meant else dict.fromkeys(kwargs)
+            given: dict[str, Any] = kwargs if is_meant else dict.fromkeys(kwargs)
             for axis in in_sharded_axes if is_meant else ():
                 given = {name: entries[at[axis]] for name, entries in given.items()}
             refs.append(self.run_single_worker_single_data(method_name, rank, **given, **(common_kwargs or {})))

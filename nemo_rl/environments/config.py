@@ -702,7 +702,7 @@ def raw_text(config: Any) -> bool:
     return isinstance(config, Actors) and config.raw_text
 
 
-NO_PARTS = {
+NO_PARTS: dict[type[Any], str] = {
     CompositeEnvironmentConfig: "is a composite itself; write its reward_functions here",
     AgentEnvironmentConfig: "has agents, which play episodes; name this section in its key environment",
 }

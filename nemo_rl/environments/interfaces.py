@@ -48,14 +48,16 @@ class EnvironmentReturn[MetadataT](NamedTuple):
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         # torch writes a tensor as if to a file, which takes longer than all the rest.
         tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
-        plain = self._replace(**{name: tensor.tolist() for name, tensor in tensors.items()})
+        lists: dict[str, Any] = {name: tensor.tolist() for name, tensor in tensors.items()}
+        plain = self._replace(**lists)
         return _received, (tuple(plain), {name: tensor.dtype for name, tensor in tensors.items()})
 
 
 def _received(plain: tuple[Any, ...], dtypes: Mapping[str, torch.dtype]) -> EnvironmentReturn[Any]:
     """An EnvironmentReturn from another process."""
     result = EnvironmentReturn(*plain)
-    return result._replace(**{name: torch.tensor(getattr(result, name), dtype=dtypes[name]) for name in dtypes})
+    tensors: dict[str, Any] = {name: torch.tensor(getattr(result, name), dtype=dtypes[name]) for name in dtypes}
+    return result._replace(**tensors)
 
 
 class EnvironmentInterface[MetadataT](ABC):

@@ -228,19 +228,20 @@ class ModelJudge:
         self.cfg = cfg
         self.device = torch.device("cuda" if cfg.resources.gpus_per_node else "cpu")
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.model_name, padding_side="left")
+            tokenizer: Any = AutoTokenizer.from_pretrained(cfg.model_name, padding_side="left")
             model: Any = AutoModelForCausalLM.from_pretrained(cfg.model_name, dtype=getattr(torch, cfg.precision))
         except (OSError, ValueError) as error:
             raise ValueError(f"model_name: the judge {cfg.model_name!r} cannot be loaded: {error}") from error
-        if not self.tokenizer.is_fast:
+        if not tokenizer.is_fast:
             raise ValueError(f"model_name: the judge {cfg.model_name!r} has no fast tokenizer; give another judge")
-        if self.tokenizer.chat_template is None:
+        if tokenizer.chat_template is None:
             raise ValueError(
                 f"model_name: the judge {cfg.model_name!r} has no chat template; give a model that was trained to chat"
             )
         self.model = model.eval().to(self.device)
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer = tokenizer
         self.max_length: int | None = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
 
     def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:

@@ -17,7 +17,9 @@ class LineProcess:
     """A process and its two pipes, used by one thread at a time. `subprocess.Popen` gets `options`."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+        )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self._poll = select.poll()
@@ -59,7 +61,7 @@ class LineWorker[JobT, ResultT](ABC):
     lines: LineProcess | None = None
 
     @abstractmethod
-    def run(self, job: JobT) -> ResultT:
+    def run(self, job: JobT, /) -> ResultT:
         """Run one job; called by one thread at a time."""
 
     def run_all(self, jobs: deque[tuple[int, JobT]]) -> Iterator[tuple[int, ResultT]]:

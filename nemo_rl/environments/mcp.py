@@ -36,7 +36,7 @@ from nemo_rl.environments.registry import new_environment
 from nemo_rl.types import LLMMessageLogType
 
 # The client raises these when a server has ended, or says what it cannot read: its own errors, and errors of its
-# streams, process and network.
+# streams, process and network. A TimeoutError is an OSError.
 _LOST = (mcp.MCPError, ValidationError, OSError, EOFError, RuntimeError, ExceptionGroup)
 _GOODBYE_S = 10.0  # for a server that is told to end
 _CANCELLED_S = 5.0  # for the process of one that did not
@@ -122,7 +122,7 @@ class Servers:
         for name, connection in zip(servers, self._connections, strict=True):
             try:
                 tools = asyncio.run_coroutine_threadsafe(connection.tools(), self._loop).result(timeout_s)
-            except (*_LOST, TimeoutError) as error:
+            except _LOST as error:
                 self.close()
                 raise ValueError(f"servers.{name} cannot be reached: {error!r}") from error
             for tool in tools:
@@ -171,7 +171,7 @@ class Connection:
                     # Over HTTP a lost server looks the same, but answers nothing else either.
                     await client.list_tools(cache_mode="bypass")
                     return CallToolResult(content=[TextContent(text=str(error))], is_error=True)
-        except (*_LOST, TimeoutError):
+        except _LOST:
             await self.close(client)
             raise
 

@@ -209,7 +209,7 @@ def read_steps(message: Any, size: int, where: str) -> list[Outcome]:
         except ProtocolError as error:
             outcomes.append(EnvironmentFailure(f"{where}the server sent {error}"))
             continue
-        own = {"reward": total(row.reward), "metrics": row.metrics or {}}
+        own: dict[str, Any] = {"reward": total(row.reward), "metrics": row.metrics or {}}
         parts = row.reward if len(row.reward) > 1 else []
         outcomes.append(EnvironmentStep(**{**row.model_dump(), **own}, reward_parts=parts))
     return outcomes

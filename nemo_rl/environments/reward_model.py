@@ -105,7 +105,8 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
             raise ValueError(f"checkpoint_path: {source!r} is no checkpoint; give a step_N directory")
         name = files.tokenizer if cfg.tokenizer.name == cfg.model_name else cfg.tokenizer.name
         self.tokenizer: PreTrainedTokenizerFast = get_tokenizer(cfg.tokenizer.model_copy(update={"name": name}))
-        self.model: Any = load_reward_model(files, getattr(torch, cfg.precision)).to(self.device)  # pyright: ignore[reportArgumentType]
+        model: Any = load_reward_model(files, getattr(torch, cfg.precision))
+        self.model = model.to(self.device)
         layer = _score_layer(self.model).float()
         layer.register_forward_pre_hook(lambda _, states: tuple(state.float() for state in states))
         text = self.model.config.get_text_config()

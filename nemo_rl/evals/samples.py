@@ -8,7 +8,7 @@ results.json     numbers, once all samples are there
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ def _parse(line: bytes) -> SampleRecord | None:
 @contextmanager
 def open_folder(
     folder: Path, identity: Mapping[str, Any], config_yaml: str, num_samples: int
-) -> Iterator[SampleFolder]:
+) -> Generator[SampleFolder]:
     """The evaluation in `folder`, new or continued.
 
     Raises:

@@ -198,7 +198,8 @@ class CudaIpcBuffer(TransferBuffer):
         tensor = (torch.Tensor, size, (1,), endpoint["tensor_offset"], torch.storage.TypedStorage, torch.uint8, index)
         shared = [bytes.fromhex(value) if isinstance(value, str) else value for value in endpoint["shared"]]
         requires_grad = False
-        return cls(rebuild_cuda_tensor(*tensor, *shared[:3], requires_grad, *shared[3:]), endpoint)
+        arguments: tuple[Any, ...] = (*tensor, *shared[:3], requires_grad, *shared[3:])
+        return cls(rebuild_cuda_tensor(*arguments), endpoint)
 
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -87,8 +87,12 @@ class Refit(WeightSync):
         RefitError if the policy's ranks describe different tensors or an engine cannot reach a buffer.
         """
         self.layout = None
-        settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "bucket_bytes": self.bucket_bytes}
-        settings["rendezvous"] = self.rendezvous() if self.rendezvous is not None else None
+        settings: dict[str, Any] = {
+            "transport": self.transport,
+            "wire_dtype": self.wire_dtype,
+            "bucket_bytes": self.bucket_bytes,
+            "rendezvous": self.rendezvous() if self.rendezvous is not None else None,
+        }
         descriptions = self.policy.prepare_refit(settings)
         sent_layout = descriptions[0]["layout"]
         # Offsets are agreed once and never sent again, so a rank with other tensors would fill the wrong places.

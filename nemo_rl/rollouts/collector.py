@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """The controller's side of rollouts: requests go out, handles of finished groups come back. Tokens never reach it.
 
 `RolloutCollector` has groups played. `RecordedRollouts` (`replay.py`) reads the groups of an earlier run instead.
@@ -221,7 +220,8 @@ class RolloutCollector:
 
     def track(self, handle: GroupHandle) -> GroupHandle:
         """Note when the handle is garbage-collected: the keeper can then forget the group."""
-        weakref.finalize(handle, self._unused.append, (handle.group_id, handle.ref.hex())).atexit = False
+        finalizer: Any = weakref.finalize(handle, self._unused.append, (handle.group_id, handle.ref.hex()))
+        finalizer.atexit = False
         return handle
 
     def _recover_worker(self, error: WorkerError) -> None:

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """Clients of engine replicas for many concurrent episodes. Requests that are ready at the same time travel together."""
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -134,7 +133,7 @@ class Engines:
             raise EngineDied(str(died.result()))
 
     @asynccontextmanager
-    async def time_limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    async def time_limit(self, seconds: float | None) -> AsyncGenerator[asyncio.Timeout]:
         """Like `asyncio.timeout`, but suspended from the death of a replica until it is replaced."""
         async with asyncio.timeout(None) as limit:
             if seconds is not None:

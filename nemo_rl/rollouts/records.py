@@ -120,9 +120,9 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
 
 def meta_from(record: dict[str, Any]) -> SampleMeta:
     """Inverse of `dataclasses.asdict` after JSON."""
-    turns = [TurnMeta(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]]
+    turns = [TurnMeta(**turn | {"stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]]
     branches = [meta_from(branch) for branch in record.get("branches", ())]
-    return SampleMeta(**{**record, "status": SampleStatus(record["status"]), "turns": turns, "branches": branches})
+    return SampleMeta(**record | {"status": SampleStatus(record["status"]), "turns": turns, "branches": branches})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """Rows of a dataset -> tokenised groups in the object store, for training without sampling (SFT, DPO, reward models).
 
 `TokenizerWorker` runs in its own actor. It tokenises rows and puts them into the object store in groups.

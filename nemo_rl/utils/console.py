@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,7 +168,7 @@ class RunConsole:
         self._line(Text("ERROR ", style="bold red").append(visible(message), style="red"))
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Show `name` in the live line while the body runs. Phases nest."""
         self._phases.append(name)
         self._progress.update(self._task, phase=" > ".join(self._phases))

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def try_lock(fd: int) -> bool:
 
 
 @contextmanager
-def file_lock(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Generator[None]:
     """Hold an exclusive lock on a file, which is created if needed. A wait for another process is logged."""
     with path.open("w") as handle:
         if not try_lock(handle.fileno()):
@@ -102,7 +102,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_or_not_at_all(output: Path) -> Iterator[Path]:
+def whole_or_not_at_all(output: Path) -> Generator[Path]:
     """A directory beside `output` to write into; it is renamed to `output` if the block succeeds.
 
     Raises:

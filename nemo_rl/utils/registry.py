@@ -4,7 +4,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from typing import Any
@@ -17,7 +17,7 @@ class MissingPackage(ValueError):
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def without_collections() -> Generator[None]:
     """Import libraries in the body without garbage collection, which would take a fifth of the time.
 
     Later collections do not look at what is there after an import: modules stay, and there are a million objects.

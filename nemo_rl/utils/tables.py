@@ -5,7 +5,7 @@ A folder holds such files, or one `Dataset` or `DatasetDict` as `save_to_disk` o
 
 import copy
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _saved_to_disk(path: str, subset: str | None, split: str | None, *, streamin
 
 
 @contextmanager
-def _naming_errors(path: str, builder: str | None) -> Iterator[None]:
+def _naming_errors(path: str, builder: str | None) -> Generator[None]:
     """Raises what the package datasets says of a table as ValueError, naming the table and, if it can, the remedy."""
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class Timer:
         return elapsed_s
 
     @contextmanager
-    def time(self, label: str) -> Iterator[None]:
+    def time(self, label: str) -> Generator[None]:
         self.start(label)
         try:
             yield
@@ -106,7 +106,7 @@ class BusyTime:
         self._counted_to = now
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> Generator[None]:
         """A request is in flight while the body runs."""
         self._count()
         self._in_flight += 1

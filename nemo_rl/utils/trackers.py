@@ -279,8 +279,8 @@ class SwanLab(Tracker):
             raise ValueError(f"logger.swanlab: this machine has no key of an account; {log_in}")
         try:
             with ThreadPoolExecutor(1) as thread:  # in the main thread the package would take Ctrl-C for itself
-                settings = {"project": of.project, "name": of.name, "workspace": of.workspace, "mode": of.mode}
-                settings |= {"id": run_id, "resume": "allow" if run_id is not None else None}
+                settings: dict[str, Any] = {"project": of.project, "name": of.name, "workspace": of.workspace}
+                settings |= {"mode": of.mode, "id": run_id, "resume": "allow" if run_id is not None else None}
                 self._run = thread.submit(swanlab.init, log_dir=str(run_dir / "swanlab"), **settings).result()
         except swanlab.exceptions.AuthenticationError as error:
             # The package says so of a server that is gone, too: this raises the OSError of one.

@@ -25,7 +25,7 @@ class ChoosesWorkers(StrictModel):
             cores = physical_cores()
             reason = "this machine has one physical core" if cores == 1 else f"one for each of {cores} physical cores"
             self.__dict__["cluster"] = self.with_at_most(cores, reason)._machines
-        return super()._check()
+        return super()._check()  # pyrefly: ignore[not-callable]  (pydantic leaves a validator callable)
 
     @property
     def _machines(self) -> ClusterConfig:

@@ -51,7 +51,7 @@ def _checked(loss: Any, what: str, usual_inputs: type[LossInputs]) -> LossFuncti
         return LossByName(call, call.inputs_type if has_own else usual_inputs)
     if "next_token_logits" in parameters or "logits" in parameters:
         raise ValueError(f"{what} reads logits; take {_OF_NEMO_RL}, or see docs/adding-a-loss.md")
-    if not has_own or not isinstance(loss.inputs_type, type) or not issubclass(loss.inputs_type, LossInputs):
+    if not has_own or not isinstance(call.inputs_type, type) or not issubclass(call.inputs_type, LossInputs):
         raise ValueError(f"{what} has no inputs_type; set it to nemo_rl.types.LossInputs or a class derived from it")
     try:
         inspect.signature(loss).bind(*range(4))

@@ -88,7 +88,8 @@ def example_maker(
     images: ImageReader | None = None,
 ) -> ExampleMaker:
     """The tokenisation of the rows of the run, with the masks of its algorithm."""
-    data, masks = config.examples, {}
+    data = config.examples
+    masks: dict[str, Any] = {}
     if isinstance(config, SFTMasterConfig):
         masks = {"roles_to_train_on": config.sft.roles_to_train_on, "only_unmask_final": config.sft.only_unmask_final}
     return ExampleMaker(

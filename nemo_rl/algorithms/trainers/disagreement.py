@@ -153,7 +153,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """All of it, for the log folder."""
-        evidence = dataclasses.asdict(replace(self.evidence, variants={}))
+        evidence: dict[str, Any] = dataclasses.asdict(replace(self.evidence, variants={}))
         evidence["variants"] = [
             {**dataclasses.asdict(variant), **dataclasses.asdict(error)}
             for variant, error in self.evidence.variants.items()

@@ -119,7 +119,7 @@ class RolloutTrainer(Trainer):
             recovery=recovery,
         )
         self.config = config
-        self.recovery = recovery
+        self.recovery: RolloutRecovery = recovery
         self.policy = parts.policy
         self.generation = parts.generation
         self.refit = parts.refit

@@ -63,13 +63,14 @@ class ChatTemplate:
         than the assistant wrote are hidden in the text, for `control_tokens.tokenise`.
         """
         source = self.source
+        variables: dict[str, Any] = {"strftime_now": strftime_now, **self.tokenizer.special_tokens_map, **self.kwargs}
         rendered, blocks = render_jinja_template(
             conversations=[[self.hide(message) for message in messages]],
             tools=cast(Any, self.tools if takes_control_tokens(source) else hide(self.tools, self.tokenizer)),
             chat_template=source,
             return_assistant_tokens_mask=GENERATION_BLOCK.search(source) is not None,
             add_generation_prompt=prompt,
-            **{"strftime_now": strftime_now, **self.tokenizer.special_tokens_map, **self.kwargs},
+            **variables,
         )
         return str(rendered[0]), cast(Spans, blocks[0] if blocks else [])
 

@@ -12,7 +12,7 @@ import logging
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ def _row(cfg: TableConfig, task: str, settings: Mapping[str, Any], item: Mapping
 
 
 @contextmanager
-def item_maker(py_executable: str | list[str] | None) -> Iterator[ItemMaker]:
+def item_maker(py_executable: str | list[str] | None) -> Generator[ItemMaker]:
     """The process that makes items, for a `with` block. VenvBuildError if its Python cannot be made."""
     python = python_of(py_executable, _KEY)
     # -P: not the folder of the program, which has a module of the package's name. One order of sets in all runs.
@@ -194,7 +194,7 @@ class ItemMaker:
         said = self.errors.read().strip().splitlines() or ["no message"]
         if "No module named 'reasoning_gym'" in said[-1]:
             raise ValueError(
-                f"{self.process.args[0]} has no package reasoning-gym: install it there (uv pip install "
+                f"{self.process.args[0]} has no package reasoning-gym: install it there (uv pip install "  # pyrefly: ignore[bad-index]
                 "reasoning-gym), or leave kwargs.py_executable out, and it is installed at first use"
             )
         raise ValueError(f"reasoning_gym: {request['task']} has made no item: {said[-1]}")

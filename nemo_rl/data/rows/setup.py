@@ -210,7 +210,8 @@ class PromptProcessor(RowReader):
         datum, pixels = self.process(prompt, forms_of_table)
         if not are_stop_strings(given := datum.get("stop_strings")):
             raise ValueError(f"row {prompt.prompt_id}: stop_strings must be a list of texts, got {given!r}")
-        made = DatumSpec(**{**datum, "task_name": prompt.task_name})
+        fields: dict[str, Any] = {**datum, "task_name": prompt.task_name}
+        made = DatumSpec(**fields)
         if pixels:
             made["images"], made["pixels"] = images_of_log(made["message_log"]), pixels
         return made

@@ -28,7 +28,7 @@ BETWEEN_ELSEWHERE = """
 BETWEEN_WITHOUT_SPACES = "是 应该是 は 는 은 选项 選択肢 선택지"
 
 # Letters that stand for A, B, C, D elsewhere: Arabic, Bengali, Hindi.
-LETTERS = {
+LETTERS: dict[str, str] = {
     **dict(zip("أبجد", "ABCD", strict=True)),
     **dict(zip("অবসড", "ABCD", strict=True)),
     **dict(zip("अबसड", "ABCD", strict=True)),

@@ -64,7 +64,11 @@ WORDS = r"""
     الجواب\sالنهائي: Respuesta\s*: Risposta\s*: 答え\s*[：:] 回答\s*[：:] 解答\s*: Jawaban\s*: Réponse\s*:
     Resposta\s*: Jibu\s*: Idahun\s*: Ìdáhùn\s*: Idáhùn\s*: Àmọ̀nà\s*: Àdáhùn\s*: Ànúgọ\s*: Àṣàyàn\s*:
 """
-_ELSEWHERE = {**LETTERS, **dict(zip("অবডঢ", "ABCD", strict=True)), **dict(zip("ＡＢＣＤ", "ABCD", strict=True))}
+_ELSEWHERE: dict[str, str] = {
+    **LETTERS,
+    **dict(zip("অবডঢ", "ABCD", strict=True)),
+    **dict(zip("ＡＢＣＤ", "ABCD", strict=True)),
+}
 
 
 def multilingual_letter(response: str, options: str) -> str | None:

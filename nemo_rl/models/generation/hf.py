@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """Generation by the policy's own workers (`backend: hf` or `megatron`).
 
 `HfGeneration` is the driver's handle. It starts one actor, `HfWorker`, which has the interface of an engine replica: it

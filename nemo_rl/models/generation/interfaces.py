@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """The interfaces of generation backends: of the controller's handle of all replicas, and of one replica."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """The driver's handle of all replicas of an engine."""
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ class CuSeqlens:
         queries = tuple(query_lengths)
         keys = queries if key_lengths is None else tuple(key_lengths)
         assert len(queries) == len(keys) and all(0 < q <= k for q, k in zip(queries, keys, strict=True))
-        offsets = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32) for lengths in (queries, keys))
-        return cls(queries, keys, *offsets, max(queries), max(keys), key_index, group)
+        cu_q, cu_k = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32) for lengths in (queries, keys))
+        return cls(queries, keys, cu_q, cu_k, max(queries), max(keys), key_index, group)
 
     @property
     def for_kernel(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -361,8 +361,8 @@ def _attend_by_length(
     keys, values = (tensor.split([count * k for count, _, k in runs]) for tensor in (key, value))
     outs = []
     for (count, q, k), *parts in zip(runs, queries, keys, values, strict=True):
-        batched = [x.unflatten(0, (count, n)).transpose(1, 2) for x, n in zip(parts, (q, k, k), strict=True)]
-        outs.append(_sdpa(*batched, scaling, window, sinks).transpose(1, 2).flatten(0, 1))
+        query, key, value = (x.unflatten(0, (count, n)).transpose(1, 2) for x, n in zip(parts, (q, k, k), strict=True))
+        outs.append(_sdpa(query, key, value, scaling, window, sinks).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
 
@@ -377,8 +377,8 @@ def _attend_whole(states: _States, spans: WholeSpans, scaling: float | None, win
     for q, positions, k, v in zip(*of_queries, *of_keys, strict=True):
         distance = positions[:, None] - torch.arange(len(k), device=k.device)
         seen = distance < (len(k) if window is None else window)
-        batched = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        outs.append(_sdpa(*batched, scaling, None, None, seen[None, None])[0].transpose(0, 1))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        outs.append(_sdpa(q, k, v, scaling, None, None, seen[None, None])[0].transpose(0, 1))
     return torch.cat(outs)
 
 
@@ -439,8 +439,8 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 def context_sum(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

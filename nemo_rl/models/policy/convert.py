@@ -131,7 +131,8 @@ def convert_checkpoint(
             shutil.copy(directory / GENERATION_CONFIG, partial)
         _copy_tokenizer(source, partial)
         if tokenizer_from is not None and not (partial / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
+            tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_from)
+            tokenizer.save_pretrained(partial)
 
 
 def _model_of_run(config: Path, resolve: Callable[[str], str]) -> PretrainedConfig:

@@ -150,7 +150,7 @@ class VariantLogprobs(HeadTask):
     variants: tuple[Variant, ...]
 
     @property
-    def num_values(self) -> int | None:
+    def num_values(self) -> int | None:  # pyrefly: ignore[bad-override]  (a property)
         return len(self.variants)
 
     @torch.no_grad()

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """A policy as the rest of the library sees it: it sends plans and object references, and receives metadata."""
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Generator[None]:
     """Modules built inside the block get meta parameters and real buffers.
 
     Building under `torch.device("meta")` would lose non-persistent buffers such as the rotary `inv_freq`, which no
@@ -65,7 +65,7 @@ def parameters_on_meta() -> Iterator[None]:
             return param
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
-    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
+    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
     try:
         with no_init_weights(), _LargeOnMeta():
             yield

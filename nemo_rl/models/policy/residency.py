@@ -6,7 +6,7 @@ host side is pinned memory that is kept, as pinning takes longer than copying an
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 
@@ -141,7 +141,7 @@ class SwappedReference:
             self._kept.append((kept, self.initial.store(weight.to(kept))))
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Generator[None]:
         current = []  # places of the current weights in `memory`
         with torch.no_grad():
             # One tensor at a time, so that the device never holds a second copy of the model.

@@ -35,7 +35,7 @@ def isolate_sequences(model: PreTrainedModel) -> None:
             mixin = _ChunkedOneRowEach if name == "Llama4TextAttention" else _OneRowEach
             module.__class__ = _combined(mixin, type(module))
             if name == "NemotronHMamba2Mixer":
-                module.time_step_limit = (0.0, float("inf"))  # pyright: ignore[reportArgumentType]
+                module.time_step_limit = (0.0, float("inf"))  # pyrefly: ignore[bad-argument-type]
 
 
 def mixer_class(config: PretrainedConfig) -> type[nn.Module]:

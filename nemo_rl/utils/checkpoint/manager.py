@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class CheckpointManager:
         self._unfinished: set[Path] = set()
 
     @contextmanager
-    def held(self, log_dir: Path | str) -> Iterator[CheckpointManager]:
+    def held(self, log_dir: Path | str) -> Generator[CheckpointManager]:
         """Hold the folder for the run that logs to `log_dir`, and repair what a dead run left unfinished.
 
         Its `tmp_step_*` are removed, and a checkpoint that was being replaced comes back. FolderTaken if another run
@@ -328,7 +328,7 @@ class CheckpointManager:
         )
 
     @contextmanager
-    def discarded_on_failure(self, step: int) -> Iterator[None]:
+    def discarded_on_failure(self, step: int) -> Generator[None]:
         """Remove `tmp_step_N` if the body raises; DiskFullError if the disk is full."""
         tmp_path = self._tmp_path(step)
         try:

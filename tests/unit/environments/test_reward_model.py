@@ -129,7 +129,7 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
     with pytest.raises(ValueError, match=r"of \d+ tokens is longer than the 12"):
         environment.step(logs, metadata)
     with pytest.raises(ValueError, match="processor: conversation_processor"):
-        environment.step(logs, [{"ground_truth": "2"}] * 4)  # pyright: ignore[reportArgumentType]
+        environment.step(logs, [{"ground_truth": "2"}] * 4)
     strict = TokenizerConfig(name=str(model_directory), chat_template="{{ raise_exception('only poems') }}")
     with pytest.raises(ValueError, match=r"refuses the roles user, assistant: only poems"):
         RewardModelEnvironment(config(model_directory, tokenizer=strict)).step(logs, metadata)

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -110,11 +110,12 @@ def run(request: dict[str, Any], status_fd: int) -> None:
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(fd, mode, encoding="utf-8", errors="replace", closefd=False) for fd, mode in enumerate("rww")
     )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # pyrefly: ignore[bad-assignment]
     random.seed(SEED)
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
-    builtins.exit = builtins.quit = sys.exit  # the server runs without the module `site`
+    # The server runs without the module `site`.
+    builtins.exit = builtins.quit = sys.exit  # pyrefly: ignore[bad-assignment]
     sys.modules["__main__"] = module
     gc.enable()
     exit_status = 1
@@ -156,7 +157,7 @@ def _cells(request: dict[str, Any], namespace: dict[str, Any], status_fd: int) -
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
+def _silenced() -> Generator[None]:
     """Discards standard output and error, and empties standard input, in a `with` block."""
     kept = [os.dup(fd) for fd in range(3)]
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """One replica of an SGLang engine, on a CPU or on the GPUs of a node: token ids in, token ids and logprobs out.
 
 `SglangWorker` is the actor that hosts the engine. SGLang is imported inside functions only, as the driver imports this
@@ -164,7 +163,7 @@ class SglangWorker(EngineWorker):
         processes.leave_out_models(model.architectures or ())
         of_token = cache_bytes(model, 4 if cfg.dtype == "float32" else 2)
         self._engine = start_engine(engine_arguments(settings, of_token))
-        self._manager = self._engine.tokenizer_manager
+        self._manager: Any = self._engine.tokenizer_manager
         self._remove_files_after_me()
 
     def _set_up(self, settings: EngineSettings) -> None:
@@ -197,7 +196,7 @@ class SglangWorker(EngineWorker):
         self, request: GenerationRequest, params: dict[str, Any], rid: str, on_tokens: OnTokens | None
     ) -> tuple[SampledTokens, str]:
         """All tokens of a completion, and the engine's word for its end."""
-        asked = await self._engine.async_generate(
+        asked: Any = await self._engine.async_generate(
             input_ids=request.prompt_token_ids,
             sampling_params=params,
             return_logprob=True,
@@ -292,8 +291,9 @@ class SglangWorker(EngineWorker):
             json.dumps({"method": method.__name__, "arguments": {**arguments, **own}, "answer": str(answer)})
             for answer, own in zip(answers, by_rank or [{}] * self._num_ranks, strict=True)
         ]
+        tensors: list[Any] = [MultiprocessingSerializer.serialize([(text, torch.empty(0))]) for text in texts]
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize([(text, torch.empty(0))]) for text in texts],
+            serialized_named_tensors=tensors,
             load_format=LOADER,
             flush_cache=False,
         )

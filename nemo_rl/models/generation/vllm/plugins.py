@@ -196,8 +196,8 @@ def no_filter_of_zero_rows() -> None:
 
     filter_logits = rejection_sampler.apply_top_k_top_p
 
-    def filter_rows(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-        return filter_logits(logits, top_k, top_p) if len(logits) > 0 else logits
+    def filter_rows(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+        return filter_logits(logits, k, p) if len(logits) > 0 else logits
 
     rejection_sampler.apply_top_k_top_p = filter_rows
 
@@ -377,12 +377,14 @@ def see_whole_images(forward: Callable[..., Any]) -> Callable[..., Any]:
         result = forward(impl, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         for row, first, end in () if attn_metadata is None else attn_metadata.images:
             own = slice(row + first, row + end)
-            states = (
+            own_query, keys, values = (
                 tensor.transpose(0, 1)[None] for tensor in (query[own], key[row : row + end], value[row : row + end])
             )
             distance = torch.arange(first, end)[:, None] - torch.arange(end)
             seen = distance < (impl.sliding_window if impl.sliding_window > 0 else end)
-            out = torch.nn.functional.scaled_dot_product_attention(*states, seen, scale=impl.scale, enable_gqa=True)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                own_query, keys, values, seen, scale=impl.scale, enable_gqa=True
+            )
             output[own] = out[0].transpose(0, 1)
         return result
 

@@ -168,7 +168,9 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if is_plain or cfg.speculation.get("method") == "mtp":  # prediction heads see overrides only if they are a function
         arguments["hf_overrides"] = partial(_overridden, overrides=overrides, is_plain=is_plain)
     # On a CPU with AMX vLLM chooses a backend for latent attention that takes no float32. A draft has its own backend.
-    latent = {"attention_backend": "CPU_MLA"} if settings.device == "cpu" and vllm_cfg.wire_dtype == "float32" else {}
+    latent: dict[str, Any] = (
+        {"attention_backend": "CPU_MLA"} if settings.device == "cpu" and vllm_cfg.wire_dtype == "float32" else {}
+    )
     if is_latent:
         arguments = latent | arguments
     if text.get("model_type") == "llama4_text":

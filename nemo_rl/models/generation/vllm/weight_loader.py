@@ -315,7 +315,8 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
         if hasattr(module, "quant_method") and isinstance(method := module.quant_method, QuantizeMethodBase):
             if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
                 return f"{name} uses {type(method).__name__}"
-            if "weight" in module._parameters and module.weight.numel() == 0:
+            weight: Any = module._parameters.get("weight")
+            if weight is not None and weight.numel() == 0:
                 return f"{name} keeps a repacked copy of its weight only"
         is_plain = type(module) is Attention or (isinstance(module, MMEncoderAttention) and not module.fp8_enabled)
         if hasattr(module, "process_weights_after_loading") and not is_plain:

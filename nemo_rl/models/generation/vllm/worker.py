@@ -1,4 +1,3 @@
-# pyright: reportCallIssue=true
 """One replica of a vLLM engine: token ids in, token ids and logprobs out.
 
 `VllmWorker` is the actor that hosts the engine. If the engine spans several nodes, a `VllmFollower` on each further
@@ -130,7 +129,7 @@ class VllmWorker(EngineWorker):
 
     def _note_steps(self) -> None:
         """Note in `BUSY` when the engine prefills (a step that samples the first token of a prompt) and decodes."""
-        core = self._engine.engine_core
+        core: Any = self._engine.engine_core
         receive = core.get_output_async
 
         async def receive_and_note() -> Any:

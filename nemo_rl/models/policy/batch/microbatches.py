@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -203,7 +203,7 @@ class SequentialRunner:
 
 
 @contextmanager
-def kept_gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
+def kept_gathered(roots: Sequence[nn.Module]) -> Generator[None]:
     """Keep the parameters that FSDP gathers until the block ends; the roots' own stay gathered anyway."""
     modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
     modules = [module for module in modules if module not in roots]

@@ -18,7 +18,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,6 +182,10 @@ def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 class DraftBlock(nn.Module):
     """A block of Llama whose attention reads two vectors per token: an embedding and a state."""
 
+    input_layernorm: LlamaRMSNorm
+    hidden_norm: LlamaRMSNorm
+    post_attention_layernorm: LlamaRMSNorm
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         width = config.hidden_size
@@ -201,6 +205,8 @@ class DraftBlock(nn.Module):
 
 class DraftHead(nn.Module):
     """The part of the draft that learns. `config` is `draft_config`."""
+
+    reshard: Callable[[], None]  # of FSDP
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -245,6 +251,7 @@ class PredictionHead(nn.Module):
     As in vLLM, the embedding beside the first state of a sequence counts as zero if the head is one more layer.
     """
 
+    reshard: Callable[[], None]  # of FSDP
     indices = (1,)  # of `PolicyStates` with only the policy's last norm
 
     def __init__(self, policy: PretrainedConfig, dtype: torch.dtype, mesh: ParallelMesh) -> None:
@@ -292,7 +299,7 @@ class PolicyStates:
             if index == 0:
                 layers[0].register_forward_pre_hook(lambda _, args: self._keep(0, args[0]))
             else:
-                layers[index - 1].register_forward_hook(lambda *call, index=index: self._keep(index, call[-1]))
+                layers[index - 1].register_forward_hook(lambda _, args, out, index=index: self._keep(index, out))
 
     def _keep(self, index: int, states: torch.Tensor) -> None:
         if self.is_wanted:
@@ -365,7 +372,7 @@ class DraftTrainer:
         output.backward(gradient.view_as(output))
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> Generator[None]:
         """Around the passes of an optimizer step: the policy's states are kept."""
         self._states.is_wanted = True
         try:
@@ -475,7 +482,7 @@ class DraftingPolicyWorker(DTensorPolicyWorker):
         return super().train(loss_fn, LearningTask(task, self.draft), is_last_pass)
 
     @contextmanager
-    def _training_mode(self) -> Iterator[None]:
+    def _training_mode(self) -> Generator[None]:
         with super()._training_mode(), self.draft.learning():
             yield
 

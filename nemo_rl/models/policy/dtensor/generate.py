@@ -6,7 +6,7 @@ traffic per token, and data-parallel ranks need not stay in step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -65,7 +65,7 @@ class _HfSequences(Sequences):
 
 
 @contextmanager
-def whole_weights(model: torch.nn.Module) -> Iterator[None]:
+def whole_weights(model: torch.nn.Module) -> Generator[None]:
     """Gather FSDP's parameters once, and keep them until the block ends. Collective."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with kept_gathered([model]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -225,7 +225,7 @@ def set_adapter_dropout(hf: nn.Module, active: bool) -> None:
 
 
 @contextmanager
-def adapters_disabled(*parts: nn.Module) -> Iterator[None]:
+def adapters_disabled(*parts: nn.Module) -> Generator[None]:
     """Inside the block these parts of the model are the base model: the reference policy of a run with adapters."""
     modules = [module for part in parts for _, module in adapters(part)]
     for module in modules:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import torch
@@ -251,7 +251,7 @@ class RouterLoad:
         self.token_mask = args[0].is_token
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[list[torch.Tensor]]]:
+    def recording(self) -> Generator[list[list[torch.Tensor]]]:
         """The chosen experts of the passes inside the block: by layer and micro-batch, int64 [R * W, K] on the CPU."""
         self._recorded = recorded = [[] for _ in range(self._num_layers)]
         try:

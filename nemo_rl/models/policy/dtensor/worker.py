@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.batch.microbatches import LoadedRow, MicroBatchRunner, SequentialRunner
 from nemo_rl.models.policy.batch.row_layout import ImageBatch
-from nemo_rl.models.policy.checkpoint import PolicyState
+from nemo_rl.models.policy.checkpoint import PolicyState, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
@@ -117,7 +117,7 @@ class DTensorPolicyWorker(PolicyWorker):
         return clip_grad_norm(parameters, self.config.max_grad_norm, pipeline_group=group).item()
 
     @contextmanager
-    def _training_mode(self) -> Iterator[None]:
+    def _training_mode(self) -> Generator[None]:
         for part in self.parts:
             lora.set_adapter_dropout(part, True)
         yield
@@ -140,7 +140,7 @@ class DTensorPolicyWorker(PolicyWorker):
             stage.reshard()
         return [local_part(parameter).detach() for parameter in trainable(self.stages)]
 
-    def _state(self, *, save_optimizer: bool) -> PolicyState:
+    def _state(self, *, save_optimizer: bool) -> SavedState:
         return PolicyState.of(self._named_tensors(), self.optimizer if save_optimizer else None, self.scheduler)
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:

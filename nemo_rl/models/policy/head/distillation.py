@@ -38,7 +38,7 @@ class TopKLogits(HeadTask):
     vocab_size: int
 
     @property
-    def num_values(self) -> int:
+    def num_values(self) -> int:  # pyrefly: ignore[bad-override]  (a property)
         return 2 * self.k
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
@@ -55,7 +55,7 @@ class TopKLogprobs(HeadTask):
     columns = (TEACHER_TOPK,)
 
     @property
-    def num_values(self) -> int:
+    def num_values(self) -> int:  # pyrefly: ignore[bad-override]  (a property)
         return self.k + 1
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
@@ -78,11 +78,11 @@ class LastStates(HeadTask):
     precision: str
 
     @property
-    def num_values(self) -> int:
+    def num_values(self) -> int:  # pyrefly: ignore[bad-override]  (a property)
         return self.hidden_size * DTYPES[self.precision].itemsize // self.dtype.itemsize
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # pyrefly: ignore[bad-override]  (a property)
         return torch.float32 if self.precision == "float32" else torch.int32
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:

@@ -156,12 +156,12 @@ class _LinearLogprobs(torch.autograd.Function):
         return sums.logprobs()[:, 0]
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, targets, kept, maximum, total, exponentials = ctx.saved_tensors
         options: TileOptions = ctx.options
         tiles = Tiles(states, weight, bias, options)
         sums = Gradients(tiles, *ctx.needs_input_grad[:3])
-        rising = grad * tiles.scale
+        rising = grads[0] * tiles.scale
         # p = exp(logit - maximum) / total: dividing here costs one division per token in place of one per logit.
         falling = -rising / total
         for rows, columns, block, tile in tiles if exponentials is None else tiles.unfilled():

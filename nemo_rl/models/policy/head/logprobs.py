@@ -7,6 +7,7 @@ Only the states that predict a scored token pass through the head: prompts and p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -111,6 +112,12 @@ class LogprobModel(nn.Module):
     Raises:
         ValueError: the architecture does something unknown to its logits.
     """
+
+    # Methods of FSDP, which a sharded model has.
+    reshard: Callable[[], None]
+    set_requires_all_reduce: Callable[[bool], None]
+    set_requires_gradient_sync: Callable[[bool], None]
+    set_reshard_after_backward: Callable[[bool], None]
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ if not torch.cuda.is_available():
 class _Stream(torch.cpu.Stream):
     """A stream in which everything has happened already."""
 
-    def record_event(self) -> torch.cpu.Event:
+    def record_event(self) -> torch.cpu.Event:  # pyrefly: ignore[bad-override]  (annotated None)
         return torch.cpu.Event()
 
 
@@ -129,12 +129,12 @@ def _replace_functions() -> None:
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import token_dispatcher
 
-    parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()  # pyrefly: ignore[bad-assignment]
+    parallel_random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     mappings._gather_along_first_dim = _gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter(mappings._reduce_scatter_along_first_dim)
     # gloo needs split sizes as numbers; Megatron converts CUDA tensors only.
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (  # pyrefly: ignore[bad-assignment]
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     # Megatron gathers shards of unequal sizes, which gloo refuses.

@@ -69,12 +69,12 @@ class PolicyGPTModel(GPTModel):
     chunk_tokens: int | None
     sampling: SamplingParams
 
-    def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
+    def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:  # pyrefly: ignore[bad-override]  (other arguments)
         """Hidden states [W, 1, H] for the next stage. On the last: the output of `task`, float32 [B, S(, C)]."""
         hidden = super().forward(
             batch.input_ids,
             batch.position_ids,
-            attention_mask=None,  # pyright: ignore[reportArgumentType]
+            attention_mask=None,  # pyrefly: ignore[bad-argument-type]  (annotated Tensor)
             packed_seq_params=packed_params(batch, self.pg_collection.cp.size()),
             padding_mask=~batch.is_token if self.config.num_moe_experts is not None else None,
         )
@@ -97,7 +97,7 @@ class PolicyGPTModel(GPTModel):
         hidden = super().forward(
             tokens,
             positions.expand(len(tokens), -1),
-            attention_mask=None,  # pyright: ignore[reportArgumentType]
+            attention_mask=None,  # pyrefly: ignore[bad-argument-type]  (annotated Tensor)
             inference_context=cache,
             runtime_gather_output=True,
         )

@@ -13,7 +13,7 @@ The model is frozen before it is wrapped, so Megatron keeps no gradients and no 
 zero; without its adapters the model is the reference policy.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class Adapters:
         return {name: parameter for name, parameter in parameters.items() if name in names}
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Generator[None]:
         """Inside, the model computes without adapters."""
         for module in self.modules:
             module.is_active = False
@@ -185,7 +185,8 @@ class Adapters:
             return weight
         layer = self._by_weight[name]
         parts = (weight, parameters[layer.lora_a.template], parameters[layer.lora_b.template])
-        return merge(*(part.detach().to(device) for part in parts), self.peft.alpha / self.peft.dim)
+        weight, lora_a, lora_b = (part.detach().to(device) for part in parts)
+        return merge(weight, lora_a, lora_b, self.peft.alpha / self.peft.dim)
 
     def save(
         self, parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh, directory: Path, base_model_name: str

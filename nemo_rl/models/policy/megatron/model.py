@@ -194,7 +194,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron then sums the gradients of tensor-parallel ranks, which saw different positions.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
 
@@ -210,7 +210,7 @@ class RMSNorm(nn.Module):
 class PostNorm(RMSNorm):
     """The norm of the output of attention or of a feed-forward layer, in the place of Megatron's `bias_dropout_add`."""
 
-    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:  # pyrefly: ignore[bad-override]  (other arguments)
         def add(output: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
             return residual + RMSNorm.forward(self, output[0])
 
@@ -236,7 +236,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # pyright: ignore[reportArgumentType]
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # pyrefly: ignore[bad-argument-type]
         self.window = config.window_size[0] + 1 if has_window and config.window_size else None
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":  # sinks, under the name that they have in Megatron's attention

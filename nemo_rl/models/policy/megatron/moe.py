@@ -171,7 +171,7 @@ class PolicyRouter(TopKRouter):
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:  # pyrefly: ignore[bad-override]  (Megatron's is compiled)
         """Count tokens without padding."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             assert padding_mask is not None

@@ -1,7 +1,7 @@
 """Megatron's optimizers and schedules from `policy.megatron_cfg`, Muon, and the optimizer state for checkpoints."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -302,12 +302,12 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
         self.momentum, self.num_steps, self.qkv_rows = config.muon_momentum, config.muon_num_ns_steps, qkv_rows
-        self.scale_mode: ScaleMode = config.muon_scale_mode  # pyright: ignore[reportAttributeAccessIssue]
+        self.scale_mode: ScaleMode = config.muon_scale_mode  # pyrefly: ignore[bad-assignment]  (annotated str)
         self.is_nesterov, self.extra_scale = config.muon_nesterov, config.muon_extra_scale_factor
         self.tensor_group, self.expert_group = tensor_group, expert_group
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]  (never with a closure)
         for group in self.param_groups:
             shared_by = self.expert_group if group.get("is_expert_parallel") else self.tensor_group
             for parameter in group["params"]:
@@ -398,7 +398,7 @@ def _build_muon(
             muon = Muon(own, config, qkv_rows=rows, tensor_group=groups.tp, expert_group=groups.expt_tp)
             part: Any = FP32Optimizer(muon, whole, _init_momentum)
             if whole.bf16:
-                part = Float16OptimizerWithFloat16Params(muon, whole, None, _init_momentum)  # pyright: ignore
+                part = Float16OptimizerWithFloat16Params(muon, whole, None, _init_momentum)  # pyrefly: ignore[bad-argument-type]  (no scaler)
             # The norm of the gradient is summed over the ranks that hold other parameters, or other shards of them.
             part.grad_stats_parallel_group = stats_group
             parts.append(part)
@@ -413,7 +413,7 @@ def _build_muon(
     else:
         chain = ChainedOptimizer(parts)
     for part in chain.chained_optimizers:
-        part.tp_group, part.expert_tp_group = groups.tp, groups.expt_tp
+        part.tp_group, part.expert_tp_group = groups.tp, groups.expt_tp  # pyrefly: ignore[missing-attribute]  (which Megatron reads)
     return chain
 
 
@@ -425,7 +425,7 @@ def _init_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | N
 
 
 @contextlib.contextmanager
-def _frozen(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def _frozen(parameters: Sequence[torch.nn.Parameter]) -> Generator[None]:
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:

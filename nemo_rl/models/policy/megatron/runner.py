@@ -186,6 +186,7 @@ class StageCommunicator(P2PCommunicator):
 
     def _communicate_shapes(
         self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
-    ) -> list[list[int]]:
-        received = ((recv_prev, self.states), (recv_next, self.gradients))
-        return [[widths.popleft() if is_received else 0, 1, self.hidden_size] for is_received, widths in received]
+    ) -> tuple[list[int], list[int]]:
+        states = [self.states.popleft() if recv_prev else 0, 1, self.hidden_size]
+        gradients = [self.gradients.popleft() if recv_next else 0, 1, self.hidden_size]
+        return states, gradients

@@ -106,7 +106,7 @@ class MegatronPolicyWorker(PolicyWorker):
         self.layout = self._row_layout()
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
         self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
-        self.scheduler = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
+        self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
         self.residency = Residency(
             self.device, weights=self._weights, state=self._optimizer_state, scratch=self._gradients
         )
