@@ -27,7 +27,7 @@ class RankDied(RuntimeError):
     """A rank ended without a result: killed, or `os._exit` was called."""
 
 
-def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180) -> list[Any]:
+def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 800) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` forked ranks of one gloo world; results by rank.
 
     `fn` may be a closure; what it returns must pickle. Each rank runs on one thread. The first exception of any rank

@@ -103,12 +103,12 @@ def begin(command: Sequence[str], log: Path, **environment: str) -> subprocess.P
         return process
 
 
-def run(folder: Path, *overrides: str, timeout_s: float = 400, status: int = 0, **how: Any) -> Finished:
+def run(folder: Path, *overrides: str, timeout_s: float = 1500, status: int = 0, **how: Any) -> Finished:
     """A run to its end, with that status; `how` is for `start`."""
     return end(start(folder, *overrides, **how), folder, timeout_s, status)
 
 
-def end(process: subprocess.Popen[str], folder: Path, timeout_s: float = 400, status: int = 0) -> Finished:
+def end(process: subprocess.Popen[str], folder: Path, timeout_s: float = 1500, status: int = 0) -> Finished:
     """Wait for a run that was started in `folder`; it must end with that status."""
     try:
         found = process.wait(timeout_s)
@@ -120,7 +120,7 @@ def end(process: subprocess.Popen[str], folder: Path, timeout_s: float = 400, st
     return Finished(output, folder)
 
 
-def run_until(folder: Path, text: str, *overrides: str, timeout_s: float = 300, **how: Any) -> subprocess.Popen[str]:
+def run_until(folder: Path, text: str, *overrides: str, timeout_s: float = 1500, **how: Any) -> subprocess.Popen[str]:
     """A run that goes on when its output first holds `text`; `how` is for `start`."""
     process = start(folder, *overrides, **how)
     deadline = time.monotonic() + timeout_s

@@ -35,7 +35,7 @@ from tests.functional.cli import ROOT, assert_out_of_reach, begin, comparable, e
 from tests.functional.fault_table import SGLANG, Cell
 
 TIMEOUT_S = 30
-LIFE_S = 240  # of a start and of one cell
+LIFE_S = 900  # of a start and of one cell
 START_S = 60  # of the rest of a start, after which the run first waits for the process that was hurt
 HOOKS = Path(__file__).parent / "hooks"
 NUM_PROMPTS = 12  # of an asynchronous run: an epoch is three steps

@@ -224,7 +224,7 @@ class _Faults:
     def watch_start(self) -> None:
         """A fault of the start: as soon as the process is there; of the driver, as soon as Ray is."""
         who = self.left[0][1]["who"]
-        self.process("node" if who == "driver" else who, limit_s=150)
+        self.process("node" if who == "driver" else who, limit_s=600)
         self.play()
 
 

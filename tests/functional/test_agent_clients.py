@@ -24,7 +24,7 @@ from nemo_rl.distributed.own_python import python_of
 from nemo_rl.utils.venvs import VenvBuildError, run_uv
 from tests.functional.cli import BARE, CONFIGS, EXAMPLES, ROOT, exact, free_port, keys, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 GYM = ("run", "--no-project", "--python", "3.12", "--with-requirements", "requirements/agents/nemo_gym.txt", "python")

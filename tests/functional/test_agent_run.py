@@ -20,7 +20,7 @@ from tests.functional.cli import BARE, ENGINE_APART, ROOT, Finished, continues_b
 from tests.functional.test_megatron_runs import trained_by_megatron
 from tests.unit.environments.http_servers import served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 EXAMPLE = example("grpo", "grpo_agent_cpu")
 TWO_STEPS = BARE + keys(

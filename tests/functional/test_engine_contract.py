@@ -65,9 +65,9 @@ class Backend:
     def answers(self, asked: list[GenerationRequest], replica: int = 0) -> dict[str, GenerationAnswer]:
         """The last answer to each request; parts of streams are left out."""
         worker, answered = self.generation.workers[replica], dict[str, GenerationAnswer]()
-        ray.get(worker.call.remote("submit", asked), timeout=120)
+        ray.get(worker.call.remote("submit", asked), timeout=800)
         while len(answered) < len(asked):
-            drained = ray.get(worker.call.remote("drain"), timeout=300)
+            drained = ray.get(worker.call.remote("drain"), timeout=800)
             answered |= {answer.request_id: answer for answer in drained if answer.tokens is None}
         return answered
 
@@ -211,10 +211,10 @@ def test_the_parts_of_a_stream_are_its_answer(engine: Backend, model_dir: str) -
         request = request_of(PROMPTS[0], 1, **GREEDY, **stop)
         [whole] = engine.ask([request])
         worker = engine.generation.workers[0]
-        ray.get(worker.call.remote("submit", [replace(request, request_id="s", streams=True)]), timeout=60)
+        ray.get(worker.call.remote("submit", [replace(request, request_id="s", streams=True)]), timeout=800)
         tokens, logprobs, end = list[int](), list[float](), None
         while end is None:
-            for part in ray.get(worker.call.remote("drain"), timeout=120):
+            for part in ray.get(worker.call.remote("drain"), timeout=800):
                 end = part.completion
                 if part.tokens is not None:
                     tokens += part.tokens[0]
@@ -227,11 +227,11 @@ def test_an_aborted_request_is_not_answered_and_the_backend_lives(backend: Backe
     long = request_of(PROMPTS[1], 1, request_id="long", max_new_tokens=70)
     short = request_of(PROMPTS[0], 1, request_id="short", max_new_tokens=3)
     worker = backend.generation.workers[0]
-    ray.get(worker.call.remote("submit", [long, short]), timeout=60)
-    ray.get(worker.call.remote("abort", ["long", "unknown"]), timeout=60)
-    answered = ray.get(worker.call.remote("drain"), timeout=120)
+    ray.get(worker.call.remote("submit", [long, short]), timeout=800)
+    ray.get(worker.call.remote("abort", ["long", "unknown"]), timeout=800)
+    answered = ray.get(worker.call.remote("drain"), timeout=800)
     assert [answer.request_id for answer in answered] == ["short"]
-    ray.get(worker.call.remote("check_health"), timeout=60)
+    ray.get(worker.call.remote("check_health"), timeout=800)
 
 
 def test_a_sync_brings_the_policy_s_weights_whole_or_is_refused_by_name(engine: Backend) -> None:
@@ -277,7 +277,7 @@ def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, model_dir: st
     worker, begun, ended = engine.generation.workers[0], set[str](), dict[str, Completion]()
 
     def drain() -> None:
-        for answer in ray.get(worker.call.remote("drain"), timeout=240):
+        for answer in ray.get(worker.call.remote("drain"), timeout=800):
             begun.add(answer.request_id)
             if answer.completion is not None:
                 ended[answer.request_id] = answer.completion
@@ -286,7 +286,7 @@ def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, model_dir: st
     engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict())
     engine.refit.prepare()
     engine.refit.sync(3)
-    ray.get(worker.call.remote("submit", [replace(request, streams=True) for request in requests]), timeout=60)
+    ray.get(worker.call.remote("submit", [replace(request, streams=True) for request in requests]), timeout=800)
     while len(begun) < len(requests):
         drain()
     change(engine.model, 4)
@@ -307,10 +307,10 @@ def test_a_request_under_way_goes_on_after_a_sync(engine: Backend, model_dir: st
 def test_a_replica_that_is_killed_is_found_and_replaced(backend: Backend) -> None:
     generation = backend.generation
     assert generation.dead_workers() == []
-    pid = ray.get(generation.workers[0].identity.remote(), timeout=60).pid
+    pid = ray.get(generation.workers[0].identity.remote(), timeout=800).pid
     below = engine_processes(pid) if backend.name == "sglang" else []
     os.kill(below[0] if below else pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while (dead := generation.dead_workers()) != [0]:
         assert time.monotonic() < deadline, dead
     generation.restart_dead_workers()

@@ -54,7 +54,7 @@ class Nodes:
         role += f" --num-cpus={num_cpus} --object-store-memory=200000000"
         inside = (OWN_FOLDERS if number else "") + RAY
         command = ["sh", "-c", inside.format(python=sys.executable, role=role, folder=self._folder)]
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 600
         while not self._has_joined(number, [*(OWN if number else ()), *command], deadline):
             assert time.monotonic() < deadline, "a busy machine does not start a node in the 30 s that Ray gives it"
 

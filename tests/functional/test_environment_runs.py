@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from nemo_rl.data.model_folder import resolve_model
 from tests.functional.cli import BARE, EXAMPLES, ends, example, keys, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SERVER = EXAMPLES / "environment_server.py"
 NUM_STEPS = 10
@@ -46,7 +46,7 @@ def environment_server(folder: Path) -> Iterator[str]:
     with log.open("w") as output:
         server = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while (found := re.search(r"math at (http://\S+)\n", log.read_text())) is None:
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)

@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.over_20s("a start of an engine")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_an_evaluation_and_other_metrics_of_what_is_there(whole, capsys):
     overall = json.loads((whole / "results.json").read_text())["overall"]
     assert len(samples(whole)) == 960

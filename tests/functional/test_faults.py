@@ -86,7 +86,7 @@ def test_named_cells(disk: Path) -> None:
     play(disk, cells, compares=cells[0].loop != "async")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.over_20s("four cells of the matrix in two starts of a run")
 def test_a_supervised_run_ends_resumes_repeats_its_steps_to_the_bit_and_learns(disk: Path) -> None:
     """On the configuration of the guide's first command, on two ranks.
@@ -103,7 +103,7 @@ def test_a_supervised_run_ends_resumes_repeats_its_steps_to_the_bit_and_learns(d
     assert_learned(rows, "sft")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.over_20s("an asynchronous run that loses an environment, an engine and its driver")
 def test_an_asynchronous_run_heals_and_trains_every_prompt_once(tmp_path: Path) -> None:
     """In bfloat16, at a learning rate at which weights that are two steps old are nearly the same."""
@@ -163,7 +163,7 @@ def run_with(folder: Path, name: str, *overrides: str, status: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path: Path) -> None:
     """An environment that raises on some conversations and once never returns; then a learning rate beyond reason."""
     bad = keys(grpo="env_step_timeout_s=3 max_failed_sample_fraction=1.0", policy="optimizer.kwargs.lr=1e30")
@@ -176,7 +176,7 @@ def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_an_environment_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> None:
     output = run_with(tmp_path, "Unmade", status=2)
     assert "environment 'mine' (env.mine) cannot be started: KeyError: 'oven_temperature'" in output

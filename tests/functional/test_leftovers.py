@@ -64,7 +64,7 @@ def test_nothing_is_left_of_a_test_run_however_it_ends() -> None:
         for folder, run in runs:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.callback(run.kill)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         for (folder, run), (_, ready, _, number) in zip(runs, ENDS, strict=True):
             while not ready <= {file.name for file in folder.iterdir()}:
                 assert time.monotonic() < deadline and run.poll() in (None, 1), (folder / "out.log").read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.functional.cli import BARE, ENGINE_APART, SMALL, continues_bit_for_bit, exact, example, keys, run, small
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 MEGATRON = example("grpo_math", "grpo_math_megatron_cpu")
 

@@ -15,7 +15,7 @@ from tests.functional.cli import BARE, SMALL, continues_bit_for_bit, ends, exact
 from tests.unit.config.test_methods import GRPO, twin
 from tests.unit.generation.models import make_model_with_heads
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 ASYNC = example("grpo_math", "grpo_math_async_cpu")
 PPO = example("ppo", "ppo_math_cpu")
@@ -112,7 +112,7 @@ def test_weights_arrive_in_flight_and_it_learns(tmp_path):
     assert not any(finished.curve("performance/controller_token_bytes"))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_one_engine_four_beside_training_and_two_apart_sample_the_same_tokens(tmp_path):
     """Every metric but clocks, validation included, is the same number: so are the tokens, logprobs and weights.
 

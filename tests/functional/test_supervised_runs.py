@@ -14,7 +14,7 @@ from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
 from tests.conversations import assistant, user
 from tests.functional.cli import continues_bit_for_bit, ends, example, keys, run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 LN2 = math.log(2)
 

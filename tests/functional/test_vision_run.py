@@ -5,7 +5,7 @@ import pytest
 from nemo_rl.report.run_files import read_block
 from tests.functional.cli import SMALL, continues_bit_for_bit, exact, example, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 COUNTING = example("vlm_grpo", "grpo_vlm_cpu")
 

@@ -48,7 +48,7 @@ assert nemo_rl.environments.utils.chunk_list_to_workers([1, 2, 3], 2) == [[1, 2]
 assert functions.NLLLossFn.__module__ == "nemo_rl.compat_calls"
 assert get_packer("first_fit_decreasing", 10).pack([6, 5, 4]) == [[0, 2], [1]]
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -54,7 +54,7 @@ def submit(tmp_path):
         env |= {"SLURM_CPUS_ON_NODE": "32", "GPUS_PER_NODE": "4", "SETUP_COMMAND": "", "RUN": "", "POLL_S": "0.1"}
         env |= {"HOME": os.environ["HOME"], **variables}
         done = subprocess.run(
-            ["bash", str(RAY_SUB)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            ["bash", str(RAY_SUB)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False
         )
         return done, (tmp_path / "calls").read_text().splitlines()
 

@@ -19,7 +19,7 @@ CPU = ("--config", "examples/configs/grpo_math_cpu.yaml")
 def cpu_of(command: list[object]) -> tuple[subprocess.CompletedProcess[str], float]:
     """The finished process and the seconds of CPU it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=800)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

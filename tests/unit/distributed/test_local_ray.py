@@ -105,7 +105,7 @@ def test_a_driver_that_is_killed_leaves_no_process_of_ray():
     agents = [Path("/proc", pid) for pid in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(agents) >= 2
     # The agents themselves give up after a minute.
-    assert eventually(lambda: not any(agent.exists() for agent in agents), limit_s=10)
+    assert eventually(lambda: not any(agent.exists() for agent in agents), limit_s=40)
 
 
 SHARES = """
@@ -132,7 +132,7 @@ def test_children_of_a_process_that_is_killed_leave_no_shared_memory_and_no_sema
     done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     paths = [Path(path) for path in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(paths) == 2
-    assert eventually(lambda: not any(path.exists() for path in paths), limit_s=10)
+    assert eventually(lambda: not any(path.exists() for path in paths))
 
 
 class BusyMachine:
@@ -196,7 +196,7 @@ def test_an_address_or_file_that_ray_cannot_use_is_named_in_the_last_line_with_t
     (tmp_path / "empty").touch()
     orders = json.dumps([case[:2] for case in UNUSABLE])
     how: Any = {"env": ENVIRONMENT | {"RAY_AUTH_MODE": "token"}, "cwd": tmp_path}  # Ray reads it when imported
-    subprocess.run([sys.executable, "-c", FORKS], input=orders, text=True, timeout=280, check=True, **how)
+    subprocess.run([sys.executable, "-c", FORKS], input=orders, text=True, timeout=800, check=True, **how)
     for number, (_, _, line) in enumerate(UNUSABLE):
         said = (tmp_path / str(number)).read_text()
         assert re.search(line, said.splitlines()[-1]), said

@@ -78,7 +78,7 @@ def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> 
     actor = create_env("mine", EnvironmentConfig.model_validate(section))
     wait_for_envs({"mine": [actor]}, 240)
     asked = [actor.step.remote([[user("1")]], [{}]), actor.global_post_process_and_metrics.remote({})]
-    returned, (_, metrics) = ray.get(asked, timeout=240)
+    returned, (_, metrics) = ray.get(asked, timeout=800)
     assert returned.observations[0]["content"] == "Environment: found 99.1"
     assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}
     assert ray.get(actor.__ray_call__.remote(lambda hosted: hosted.may_repeat_step)) is False

@@ -44,7 +44,7 @@ def free_cpus() -> float:
     return ray.available_resources().get("CPU", 0.0)
 
 
-def eventually(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], limit_s: float = 600.0) -> bool:
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

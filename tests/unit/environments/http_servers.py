@@ -55,7 +55,7 @@ def answering(step: Handler, *, health: Mapping[str, Any] | None = None, **optio
 
 def post(url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
     """Status and content of the answer."""
-    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)) as connection:
         connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())

@@ -362,7 +362,7 @@ def test_each_environment_is_shut_down_once_and_one_that_hangs_is_ended(ray_loca
     registry.end_envs({"hung": [hung]}, timeout_s=2)
     assert "environment hung: shutdown has not ended in time, and its process is killed" in caplog.messages[-1]
     [pid] = pids("hung")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while psutil.pid_exists(pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)

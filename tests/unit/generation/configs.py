@@ -78,4 +78,4 @@ def requests_of(prompts: Iterable[list[int]], sampling: SamplingParams) -> list[
 
 def ask(worker: Any, requests: Iterable[GenerationRequest]) -> list[Completion]:
     """The completions of an engine."""
-    return ray.get([worker.call.remote("generate", request) for request in requests], timeout=300)
+    return ray.get([worker.call.remote("generate", request) for request in requests], timeout=800)

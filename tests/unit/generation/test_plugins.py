@@ -58,7 +58,7 @@ print("corrected" if any(name.startswith("nemo_rl") for name in found) else "pla
     variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     variables.pop(plugins.SWITCH, None)
     variables |= {plugins.SWITCH: "1"} if enabled else {}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     word, number = done.stdout.split()[-2:]
     assert word == ("corrected" if enabled else "plain") and int(number) > 0
@@ -114,5 +114,5 @@ assert not all(torch.equal(attend(first, False), attend(0, False)[first:]) for f
 assert (attend(0, True) - attend(0, False)).abs().max() < 1e-5
 """
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

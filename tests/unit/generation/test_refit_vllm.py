@@ -263,7 +263,7 @@ def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path, 
         assert refit.sync(1)["bytes"] < everything / 4
         assert logprob_difference(policy.model, generation, 1) < 1e-5
 
-        worker = ray.get(generation.workers[0].identity.remote(), timeout=240).pid
+        worker = ray.get(generation.workers[0].identity.remote(), timeout=800).pid
         core = engine_processes(worker)[0]
         os.kill(worker, signal.SIGKILL)  # an engine of several ranks must not outlive it
         assert eventually(lambda: not alive(core))
@@ -279,7 +279,7 @@ def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Pat
         time.sleep(0.1)  # of the time that 100 steps take
         change(policy.model, 1)
         refit.sync(1)
-        completions: list[Any] = ray.get(calls, timeout=240)
+        completions: list[Any] = ray.get(calls, timeout=800)
         assert {completion.weight_version for completion in completions} == {0}
         whole = [completion for completion in completions if len(completion.token_ids) == 100]
         assert whole, "all found the end-of-sequence token"

@@ -31,7 +31,7 @@ from tests.unit.policy.steps import policy_config, worker_settings
 from tests.unit.rollouts.engines import in_loop, request_of
 from tests.worlds import run_world
 
-pytestmark = pytest.mark.timeout(900)  # with the start of two engines
+pytestmark = pytest.mark.timeout(1800)  # with the start of two engines
 
 MAX_MODEL_LEN = 1400
 ACCELERATOR = Accelerator(exclusive=False)

@@ -244,13 +244,13 @@ class Expected:
                     raise
             return bench.names
 
-        names = set().union(*run_world(on_rank, world, timeout=300))
+        names = set().union(*run_world(on_rank, world))
         assert names == set(next(iter(self.outcomes.values())).gradients[0])
 
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> "Expected":
-    return run_world(Expected.of, 1, llama, list(DEALT), ORDINARY, timeout=300)[0]
+    return run_world(Expected.of, 1, llama, list(DEALT), ORDINARY)[0]
 
 
 def test_the_cases_cover_what_they_are_here_for(expected: Expected) -> None:
@@ -282,7 +282,7 @@ def test_nothing_depends_on_how_it_is_computed(expected: Expected, layout: str) 
 def test_samples_with_little_or_nothing_to_score(llama: Path, layout: str, kinds: tuple[str, ...]) -> None:
     cases = [Case("grpo", 4, 4, 1.0), Case("gspo", 0, 4, 1.0)]
     cases += [Case("kl-in-reward", 1, 8, 1.0), Case("seq-mask-tis", 0, 8, 1.0)]
-    odd = run_world(Expected.of, 1, llama, cases, kinds, timeout=300)[0]
+    odd = run_world(Expected.of, 1, llama, cases, kinds)[0]
     batchings = ["one by one", "packed", "threes padded", "packed alike"]
     odd.assert_same_on(layout, list(zip(odd.outcomes, batchings, strict=True)))
 

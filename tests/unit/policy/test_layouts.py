@@ -131,14 +131,13 @@ def test_a_step_does_not_depend_on_the_layout(models: Models, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "world", "recomputes"), [("llama", 2, True), ("qwen2-tied", 1, True), ("qwen3", 1, False)]
 )
 def test_compiled_blocks_give_the_same_numbers(models, family, world, recomputes):
     """Of the families, and as the recipes that compile have it: sharded, with recomputed activations."""
     config = settings_of(steps.PACKED | cut(**{RECOMPUTED: recomputes}, torch_compile=True))
-    for step in run_world(steps.one_step, world, models[family], config, timeout=500):
+    for step in run_world(steps.one_step, world, models[family], config):
         assert_same(step, alone(models[family]), 1e-5)
 
 

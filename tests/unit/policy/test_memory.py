@@ -223,7 +223,7 @@ def test_a_draft_is_counted_in_training_and_in_the_engine():
 def test_a_process_takes_the_memory_that_was_predicted():
     command = [sys.executable, "benchmarks/memory.py", "deep", "1"]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800, env=environment)
     assert 0.85 <= float(done.stdout.split()[-1]) <= 1.15, done.stdout
 
 
@@ -235,13 +235,13 @@ def test_every_kind_of_process_of_a_run_takes_the_memory_that_was_predicted(tmp_
     command = [sys.executable, "benchmarks/memory_of_runs.py", name, str(CONFIGS / f"{name}_math_cpu.yaml")]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     command += [*lengths, *folders, f"{name}.max_num_steps=3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800, env=environment)
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("policy", "generation", "teacher"))]
     assert len(rows) == (3 if name == "distillation" else 2), done.stdout
     assert all(0.85 <= float(row[-1]) <= 1.15 for row in rows), done.stdout
 
 
-TWO_STEPS = """
+STEPS = """
 import ctypes, resource, threading
 
 libc, sizes = ctypes.CDLL(None), (1 << 20, 1 << 24, 1 << 26)
@@ -254,7 +254,7 @@ def step():
     for block in blocks:
         libc.free(ctypes.c_void_p(block))
 
-for _ in range(2):
+for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     thread = threading.Thread(target=step)  # as Ray calls a worker
     thread.start()
@@ -263,8 +263,8 @@ for _ in range(2):
 """
 
 
-def test_a_step_has_the_memory_of_the_one_before_without_page_faults():
+def test_the_third_step_has_the_memory_of_those_before_without_page_faults():
     environment = {**os.environ, **HOST_ENVIRONMENT}
-    out = subprocess.run([sys.executable, "-c", TWO_STEPS], check=True, env=environment, capture_output=True, text=True)
-    first, second = map(int, out.stdout.split())
-    assert 4 * second < first and second < 100, "81 MiB are 40 huge pages, or 20,000 small ones"
+    out = subprocess.run([sys.executable, "-c", STEPS], check=True, env=environment, capture_output=True, text=True)
+    first, _, third = map(int, out.stdout.split())  # small objects of the first thread may lie between blocks
+    assert 4 * third < first and third < 100, "81 MiB are 40 huge pages, or 20,000 small ones"

@@ -190,18 +190,16 @@ LONG = "a step of 135M parameters takes seconds, and the model is made once in a
 
 
 @pytest.mark.over_20s(LONG)
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kinds", [["sft"], pytest.param(WHOLE, marks=pytest.mark.slow)], ids="+".join)
 def test_steps_are_those_of_plain_torch(smollm2: Path, kinds: list[str]) -> None:
     """One kind after the other, so that the second and the third begin at weights that have moved."""
-    ours = run_world(lambda *_: our_steps(smollm2, kinds), 1, timeout=600)[0]
+    ours = run_world(lambda *_: our_steps(smollm2, kinds), 1)[0]
     theirs = torch_steps(smollm2, kinds)
     for kind in kinds:
         assert ours[kind] == pytest.approx(theirs[kind], rel=FIVE_DIGITS), kind
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_reward_model_steps_as_plain_torch_does(smollm2: Path) -> None:
-    head, ours = run_world(lambda *_: our_reward_steps(smollm2), 1, timeout=600)[0]
+    head, ours = run_world(lambda *_: our_reward_steps(smollm2), 1)[0]
     assert ours == pytest.approx(torch_reward_steps(smollm2, head), rel=FIVE_DIGITS)

@@ -479,7 +479,7 @@ def test_cuda_ipc_buffer_is_seen_by_another_process() -> None:
     results = context.Queue()
     process = context.Process(target=_read_on_gpu, args=(json.loads(json.dumps(buffer.endpoint)), results))
     process.start()
-    seen = results.get(timeout=120)
+    seen = results.get(timeout=800)
     process.join(60)
     assert torch.equal(torch.from_numpy(seen), buffer.bytes.cpu())
 

@@ -85,7 +85,7 @@ def test_q_ends_the_view_on_a_terminal(tmp_path):
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
-        seen, deadline = b"", time.monotonic() + 60
+        seen, deadline = b"", time.monotonic() + 600
         with suppress(OSError):  # at the end, when the other end is closed
             while process.poll() is None:
                 assert select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0], seen[-2000:]

@@ -35,7 +35,7 @@ def libraries() -> Path:
 def run(libraries: Path, code: str, **how: int) -> subprocess.CompletedProcess[str]:
     """A Python program on the stand-in."""
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment(libraries, **how), capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=environment(libraries, **how), capture_output=True, text=True, timeout=800)
 
 
 def test_a_build_names_everything_that_is_missing_and_refuses_a_torch_without_cuda(tmp_path, monkeypatch):

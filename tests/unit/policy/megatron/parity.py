@@ -42,7 +42,7 @@ class Layout:
         return megatron_policy(changes, **{"freeze_moe_router": False, "optimizer": SGD} | self.megatron)
 
 
-def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 250) -> list[list[Step]]:
+def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 800) -> list[list[Step]]:
     """Steps by layout and rank, one layout after the other. All layouts have the same number of ranks."""
     configs = [layout.config() for layout in layouts]
 

@@ -195,5 +195,5 @@ def test_a_policy_resumes_on_this_and_that_layout(models, tmp_path, family, save
         want = goes_on(path, before, tmp_path / "step_1", resumes=False)
         return want, goes_on(path, after, tmp_path / "step_1", resumes=True)
 
-    for want, got in run_world(rank, 2, timeout=200):
+    for want, got in run_world(rank, 2):
         assert_same(got, want, to_the_bit=resumed_on is None)
