@@ -89,6 +89,31 @@ def refuse_stale(transport: Transport, names: Iterable[str]) -> None:
         )
 
 
+class CapturedWeights:
+    """Where a model's weights were when graphs of a device were captured: that is where the graphs go on reading them.
+
+    `model`: as it is captured, or will be.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._addresses = _addresses(model)
+
+    def refuse_moved(self, transport: Transport) -> None:
+        """Raise RefitError if a weight has another address now: graphs would compute with what is left at the old."""
+        now = _addresses(self._model)
+        if moved := sorted(name for name, address in self._addresses.items() if now.get(name) != address):
+            raise RefitError(
+                f"{transport}: {len(moved)} of the engine's weights lie elsewhere in memory than when it captured its "
+                f"graphs, which would go on with the old values: {', '.join(moved[:10])}; "
+                "policy.generation.vllm_cfg.enforce_eager=true runs without graphs"
+            )
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -122,7 +147,7 @@ class InPlace:
         self.targets: list[list[Segment]] | None = None  # of each weight of the layout; None: not traced
         self.differences: dict[str, float] = {}
         self._padding: list[tuple[torch.Tensor, float]] = []
-        self._addresses: list[int] = []
+        self._addresses: dict[str, int] = {}
 
     def trace(self, model: torch.nn.Module, layout: PackLayout, transport: Transport, load: LoadWeights) -> None:
         """Find the targets. `load` is the model's own `load_weights`.
@@ -131,7 +156,7 @@ class InPlace:
             NotTraceable: loading consists of more than copies.
             RefitError: parameters would keep their old values.
         """
-        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        addresses = _addresses(model)
         if self.targets is not None and addresses == self._addresses:
             return
         self.targets, self._addresses = None, addresses

@@ -197,9 +197,10 @@ def test_mistakes_are_noticed_as_the_guide_says(tmp_path: Path, name: str) -> No
     mistake, tree = RUN_MISTAKES[name], tmp_path / "tree"
     assert isinstance(mistake.layout, str)
     copied(mistake, tree)
-    given = how(mistake.layout)
+    given = how(mistake.layout, values=mistake.values)
     given |= {"PYTHONPATH": f"{HERE / 'hook'}:{tree}", "script": tree / given["script"].relative_to(ROOT)}
-    process = start(tmp_path, *command(mistake.layout, "grpo.max_num_steps=2"), **given)
+    overrides = command(mistake.layout, "grpo.max_num_steps=2", values=mistake.values)
+    process = start(tmp_path, *overrides, **given)
     try:
         status = process.wait(ROWS[mistake.layout].limit_s)
     finally:

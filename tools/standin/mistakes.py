@@ -87,6 +87,8 @@ class Mistake:
     fails: bool = False
     """One of them fails with it."""
     ranks: tuple[int, ...] = (0,)
+    values: bool = True
+    """A whole run computes true values; without, its engine captures graphs."""
 
     @property
     def row(self) -> str:
@@ -264,6 +266,17 @@ RUN_MISTAKES = {
         "",
         OF_ENGINES,
         fails=True,
+    ),
+    "moved-weights": Mistake(
+        "weights that a sync puts elsewhere than where captured graphs read them",
+        "nemo_rl/models/generation/vllm/weight_loader.py",
+        "        self._updating = False\n        self.why_reload = _why_not_in_place(self.model)\n",
+        "        for weight in self.model.parameters():\n            weight.data = weight.data.clone()\n"
+        "        self._updating = False\n        self.why_reload = _why_not_in_place(self.model)\n",
+        "bfloat16",
+        "captured its graphs",
+        OF_ENGINES,
+        values=False,
     ),
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.refit.in_place import NotTraceable, WriteCounter, refuse_stale, trace_load, unwritten
+from nemo_rl.refit.in_place import CapturedWeights, NotTraceable, WriteCounter, refuse_stale, trace_load, unwritten
 from nemo_rl.refit.layout import RefitError, TensorMeta
 
 
@@ -80,3 +80,13 @@ def test_padding_is_known_so_that_an_engine_that_lost_it_has_it_again() -> None:
     for target, value in recorder.fills:
         target.fill_(value)
     assert (model.table[4:] == 0.5).all() and (model.table[:4] == 9.0).all()
+
+
+def test_weights_that_move_are_refused_because_captured_graphs_read_them_where_they_were() -> None:
+    model = Tied()
+    captured = CapturedWeights(model)
+    model.load_weights([(meta.name, torch.ones(meta.shape)) for meta in METAS])
+    captured.refuse_moved("packed_ipc")
+    model.fused.data = model.fused.data.clone()
+    with pytest.raises(RefitError, match=r"packed_ipc: 1 of .* captured its graphs.*: fused; .*enforce_eager=true"):
+        captured.refuse_moved("packed_ipc")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import torch
+from vllm.config import CUDAGraphMode, VllmConfig, WeightTransferConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -32,7 +33,7 @@ from nemo_rl.models.generation.row_invariant import RowInvariantLinear
 from nemo_rl.models.generation.vllm import plugins
 from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
 from nemo_rl.refit.buffers import attach_buffer
-from nemo_rl.refit.in_place import InPlace, NotTraceable, refuse_stale
+from nemo_rl.refit.in_place import CapturedWeights, InPlace, NotTraceable, refuse_stale
 from nemo_rl.refit.layout import DRAFT_PREFIX, PackLayout, RefitError, Transport
 from nemo_rl.refit.transfer import WeightReceiver
 
@@ -69,9 +70,14 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
     model: torch.nn.Module
     _default_model: torch.nn.Module
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        """vLLM calls it when the model is loaded, before it captures graphs."""
+        super().__init__(config, vllm_config, device, model)
         self.transport: Transport = cast(Transport, self.config.backend)
+        has_graphs = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        self._captured = CapturedWeights(model) if has_graphs else None
         self._receiver: WeightReceiver | None = None
         self.why_reload: str | None = None
         self._in_place = InPlace()
@@ -163,6 +169,8 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 module.cpu_linear.pack(weight)
             else:
                 layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        if self._captured is not None:
+            self._captured.refuse_moved(self.transport)
 
     def abandon(self) -> None:
         """End a sync that will not be finished: a reload would load what it kept of this one into the next."""
