@@ -92,11 +92,11 @@ def refuse_stale(transport: Transport, names: Iterable[str]) -> None:
 class CapturedWeights:
     """Where a model's weights were when graphs of a device were captured: that is where the graphs go on reading them.
 
-    `model`: as it is captured, or will be.
+    `model`: as it is captured, or will be. `remedy`: how its engine runs without graphs.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, remedy: str) -> None:
+        self._model, self._remedy = model, remedy
         self._addresses = _addresses(model)
 
     def refuse_moved(self, transport: Transport) -> None:
@@ -105,8 +105,7 @@ class CapturedWeights:
         if moved := sorted(name for name, address in self._addresses.items() if now.get(name) != address):
             raise RefitError(
                 f"{transport}: {len(moved)} of the engine's weights lie elsewhere in memory than when it captured its "
-                f"graphs, which would go on with the old values: {', '.join(moved[:10])}; "
-                "policy.generation.vllm_cfg.enforce_eager=true runs without graphs"
+                f"graphs, which would go on with the old values: {', '.join(moved[:10])}; {self._remedy}"
             )
 
 

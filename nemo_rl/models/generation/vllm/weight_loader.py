@@ -77,7 +77,8 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         super().__init__(config, vllm_config, device, model)
         self.transport: Transport = cast(Transport, self.config.backend)
         has_graphs = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        self._captured = CapturedWeights(model) if has_graphs else None
+        remedy = "policy.generation.vllm_cfg.enforce_eager=true runs without graphs"
+        self._captured = CapturedWeights(model, remedy) if has_graphs else None
         self._receiver: WeightReceiver | None = None
         self.why_reload: str | None = None
         self._in_place = InPlace()
