@@ -173,9 +173,9 @@ class ShardExchange:
         messages = arrived.split([message.nbytes for message in one.receives])
         sent = torch.stack([data[-TRAILER_BYTES:].view(torch.int64)[0] for data in messages])
         # All messages at once, and one wait for the device: single comparisons would wait for each.
-        sound = fingerprints([data[:-TRAILER_BYTES] for data in messages]) == sent
-        for message, is_sound in zip(one.receives, sound.tolist(), strict=True):
-            if not is_sound:
+        differs = fingerprints([data[:-TRAILER_BYTES] for data in messages]) != sent
+        for message, is_damaged in zip(one.receives, differs.tolist(), strict=True):
+            if is_damaged:
                 first, last = (self.plan.tensors[message.moves[end].tensor].name for end in (0, -1))
                 raise ShardDamaged(
                     f"rank {self.plan.rank} did not get what rank {message.peer} sent it: a message of "

@@ -95,15 +95,13 @@ def _answered(tolist: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor],
     """Numbers that the host reads of kernels that did not run, on data of ranks that are absent.
 
     Rows that experts send to each rank and get from it are as many for all. `IndexValues` would find them, too, and
-    sort the rows of every layer on the host, which takes minutes. Messages of a weight sync arrived as they were sent.
-    What Megatron's routers count are sums of scores, which have no values: each is 1.
+    sort the rows of every layer on the host, which takes minutes. What Megatron's routers count are sums of scores,
+    which have no values: each is 1.
     """
 
     def answered(self: torch.Tensor) -> Any:
         caller = sys._getframe(1)
         place = Path(caller.f_code.co_filename).stem, caller.f_code.co_name
-        if place == ("shard_sender", "unpack"):
-            return [True] * self.numel()
         if place == ("moe", "read"):
             return torch.ones(self.shape).tolist()
         if place != ("moe", "parallel_experts"):
