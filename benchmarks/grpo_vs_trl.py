@@ -240,7 +240,8 @@ def limits_of(
         for number in range(max(lengths)):
             alive = -(-sum(length > number for length in lengths) // args.workers)
             totals["generation"] += layers(alive) + head(alive)
-        totals["policy_training"] += 3 * forward
+        # The backward pass takes twice the products of the forward pass. Samples that teach nothing have none.
+        totals["policy_training"] += forward * (3 - 2 * row["train/packing/forward_only_share"])
         if "timing/train/policy_and_reference_logprobs" in row:
             totals["policy_and_reference_logprobs"] += forward
     return {phase: total / len(counted) for phase, total in totals.items()}

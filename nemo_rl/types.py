@@ -412,6 +412,7 @@ class PlannedSample:
     nll_weight: float | None = None  # of its logprobs in the loss; None: the loss has no such term
     num_pixels: int = 0  # of its images
     prompt: int = 0  # tokens with which all planned samples of its group begin
+    teaches: bool = True  # False: its part of the loss has no gradient, and is computed for the metrics
 
     @property
     def length(self) -> int:
@@ -438,6 +439,7 @@ class RankPlan:
 
     train: list[list[MicroBatch]]  # optimizer step -> micro-batch -> samples
     logprobs: list[MicroBatch]
+    forward_only: list[int] = field(default_factory=list)  # of each optimizer step's micro-batches, so many, the first
     reported: list[RowKey] = field(default_factory=list)  # rows whose tokens go into the report of the run
 
 

@@ -70,13 +70,26 @@ class GRPOTrainer(RolloutTrainer):
             or config.loss_fn.use_kl_in_reward
             or config.policy.adapters.dropout > 0
         )
+        # Groups without variance then need no backward pass. Routers of experts and a draft learn from them too.
+        self.only_advantages_teach = (
+            isinstance(self.loss_fn, ClippedPGLoss)
+            and self.loss_fn.only_advantages_teach
+            and self.flops.expert_parameters == 0
+            and not config.policy.draft.enabled
+        )
 
     def step(self) -> None:
         groups = self.rollout()
         handles = [group.handle for group in groups]
         advantages = self.estimate_advantages(groups)
         masks = [group.row_masks for group in groups]
-        plan = self.plan_and_load(handles, advantages, masks, good=good_rows(groups, self.config.loss_fn))
+        plan = self.plan_and_load(
+            handles,
+            advantages,
+            masks,
+            good=good_rows(groups, self.config.loss_fn),
+            only_advantages_teach=self.only_advantages_teach,
+        )
         self.compute_logprobs()
         trained = self.update()
         self.sync_weights()

@@ -13,7 +13,7 @@ PACKING = frozenset(
     {
         *("packing/fill", "packing/padding_fraction", "packing/samples_per_micro_batch"),
         *("packing/num_micro_batches", "packing/num_logprob_micro_batches", "packing/shared_prompt_tokens"),
-        *("packing/token_imbalance", "packing/work_imbalance", "packing/wait_imbalance"),
+        *("packing/forward_only_share", "packing/token_imbalance", "packing/work_imbalance", "packing/wait_imbalance"),
     }
 )
 """Every plan of micro-batches."""

@@ -34,6 +34,12 @@ class ClippedPGLoss:
         self.cfg = cfg
 
     @property
+    def only_advantages_teach(self) -> bool:
+        """Whether a row with advantages of 0 has no gradient: nothing is added to the policy gradient, but the
+        likelihood of rows with `nll_weights`."""
+        return self.cfg.reference_policy_kl_penalty == 0 and not self.cfg.use_kl_in_reward
+
+    @property
     def inputs_type(self) -> type[PolicyGradientInputs]:
         return LikelihoodInputs if self.cfg.positive_example_nll_weight > 0 else PolicyGradientInputs
 

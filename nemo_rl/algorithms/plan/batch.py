@@ -1,8 +1,9 @@
 """Groups and advantages -> a plan: which sample goes to which rank, optimizer step and micro-batch.
 
 The plan is made from lengths; tokens stay in the object store. Losses are sums over a global count, so every plan of
-the same samples gives the same gradient, and this one may pad little and load the ranks evenly. Ranks enter the same
-collectives: all have the same number of micro-batches in every optimizer step and for logprobs, none of them empty.
+the same samples gives the same gradient, and this one may pad little and load the ranks evenly. Samples that teach
+nothing have micro-batches of their own, without a backward pass. Ranks enter the same collectives: all have the same
+number of micro-batches of either kind in every optimizer step, and for logprobs, none of them empty.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def plan_batch(
     *,
     rewards: Sequence[Sequence[float]] | None = None,
     good: Sequence[Sequence[bool]] | None = None,
+    only_advantages_teach: bool = False,
     global_batch_size: int,
     **how: Any,
 ) -> BatchPlan:
@@ -34,7 +36,8 @@ def plan_batch(
 
     `advantages`, `masks` and `rewards` are per group and row; mask 0.0 leaves a row out of the loss, not out of the
     batch. With `rewards` the workers compute the advantages. An optimizer step has `global_batch_size` samples, with
-    all their rows. `good`: the rows whose likelihood the loss raises, also per group and row.
+    all their rows. `good`: the rows whose likelihood the loss raises, also per group and row. `only_advantages_teach`:
+    other rows have no gradient if their advantage or mask is 0.
     """
     # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
     samples = rows_of_groups(groups, advantages, masks)
@@ -42,6 +45,9 @@ def plan_batch(
         samples = [[replace(row, reward=rewards[row.group][row.index]) for row in rows] for rows in samples]
     if good is not None:
         samples = weigh_likelihood(samples, groups, good, global_batch_size)
+    if only_advantages_teach:
+        assert rewards is None, "the workers compute the advantages"
+        samples = [[replace(row, teaches=_teaches(row)) for row in rows] for rows in samples]
     refs = [(group.ref, group.place) for group in groups]
     return plan_samples(samples, refs, global_batch_size=global_batch_size, **how)
 
@@ -64,6 +70,10 @@ def weigh_likelihood(
         total = sum(tokens(row) for rows in step for row in rows)
         weighed += [[replace(row, nll_weight=1.0 / total if tokens(row) else 0.0) for row in rows] for rows in step]
     return weighed
+
+
+def _teaches(row: PlannedSample) -> bool:
+    return row.mask > 0 and (row.advantage != 0 or bool(row.nll_weight))
 
 
 def rows_of_groups(
@@ -135,12 +145,17 @@ def plan_samples(
     ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
     owned: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for rows in steps:
-        shares = _share(rows, num_ranks, batching)
-        trained = _fill(shares, batching.train, batching)
-        for plan, mine, share, micro_batches in zip(ranks, owned, shares, trained, strict=True):
-            # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
-            plan.train.append(micro_batches)
-            mine.extend(share)
+        for plan in ranks:
+            plan.train.append([])
+            plan.forward_only.append(0)
+        for part in _by_gradient(rows, multiple):
+            shares = _share(part, num_ranks, batching)
+            filled = _fill(shares, batching.train, batching)
+            for plan, mine, share, micro_batches in zip(ranks, owned, shares, filled, strict=True):
+                # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
+                plan.forward_only[-1] = len(plan.train[-1])
+                plan.train[-1] += micro_batches
+                mine.extend(share)
     # Logprobs need no optimizer step in between: the samples of all steps share micro-batches.
     scored = _fill(owned, batching.logprobs, batching)
     for plan, micro_batches in zip(ranks, scored, strict=True):
@@ -154,6 +169,18 @@ def _fillers(rows: Sequence[PlannedSample], num: int, sizes: Mapping[int, int]) 
     shortest = sorted(rows, key=lambda row: (row.length, row.group, row.index))[:num]
     assert len(shortest) == num
     return [replace(row, index=row.index - sizes[row.group], advantage=0.0, mask=0.0) for row in shortest]
+
+
+def _by_gradient(rows: Sequence[PlannedSample], multiple: int) -> list[list[PlannedSample]]:
+    """The rows of an optimizer step that teach nothing, if there are any, and the others: a `multiple` of rows each.
+
+    Some that teach nothing may be among the others, to fill them up.
+    """
+    teaching = [row for row in rows if row.teaches]
+    others = sorted((row for row in rows if not row.teaches), key=lambda row: (row.length, row.group, row.index))
+    moved = max(multiple, round_up(len(teaching), multiple)) - len(teaching)
+    parts = [others[moved:], [*teaching, *others[:moved]]]
+    return [part for part in parts if part]
 
 
 def _share(samples: Sequence[PlannedSample], num_ranks: int, batching: Batching) -> list[list[MicroBatch]]:

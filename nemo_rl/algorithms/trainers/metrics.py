@@ -250,6 +250,8 @@ class Packing:
     """Tokens over the token budget, or over the padded tokens if there is no budget."""
     shared_prompt_tokens: int
     """Tokens of prompts that are not computed, because other samples of the group do."""
+    forward_only_share: float
+    """The share of the work of forward passes that no backward pass follows, because its samples teach nothing."""
     padding_fraction: float
     """The share of padding if these micro-batches were right-padded; sequence packing, for one, computes none."""
     token_imbalance: float
@@ -274,6 +276,12 @@ def measure_packing(plan: BatchPlan, batching: Batching) -> Packing:
     shared = sum(map(batching.saved_tokens, batches))
     room = padded if isinstance(batching.train, FixedSize) else batching.train.tokens * len(batches)
     work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
+    forward_only = [
+        batching.cost(batch)
+        for rank in plan.ranks
+        for step, number in zip(rank.train, rank.forward_only, strict=True)
+        for batch in step[:number]
+    ]
     rank_tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
     return Packing(
         num_micro_batches=len(ranks[0]),
@@ -281,6 +289,7 @@ def measure_packing(plan: BatchPlan, batching: Batching) -> Packing:
         samples_per_micro_batch=sum(len(batch) for batch in batches) / len(batches),
         fill=(tokens - shared) / room,
         shared_prompt_tokens=shared,
+        forward_only_share=sum(forward_only) / float(work.sum()),
         padding_fraction=1 - tokens / padded,
         token_imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         # Ranks wait for each other once in a step, or, with sharded parameters, at every micro-batch.

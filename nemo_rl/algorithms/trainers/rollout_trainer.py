@@ -193,11 +193,12 @@ class RolloutTrainer(Trainer):
         *,
         rewards: Sequence[Sequence[float]] | None = None,
         good: Sequence[Sequence[bool]] | None = None,
+        only_advantages_teach: bool = False,
         will_sync: bool = True,
     ) -> BatchPlan:
         """Plan which sample goes to which rank, optimizer step and micro-batch; the policy's workers fetch their rows.
 
-        `advantages`, `masks`, `rewards` and `good` are as in `plan_batch`: mask 0 keeps a row out of the loss.
+        The arguments are as in `plan_batch`: mask 0 keeps a row out of the loss.
         `will_sync`: new weights follow before generation samples again, so engines that make room need not keep theirs.
         """
         self.environment_metrics = self.rollouts.environment_metrics(self.generated)  # environments now have time
@@ -209,6 +210,7 @@ class RolloutTrainer(Trainer):
             masks,
             rewards=rewards,
             good=good,
+            only_advantages_teach=only_advantages_teach,
             num_ranks=self.policy.data_parallel_size,
             global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,
@@ -304,6 +306,7 @@ class RolloutTrainer(Trainer):
                 [num_pixels for images in seen for num_pixels in images.values()],
                 has_adapters=run.policy.adapters.enabled,
                 shared_tokens=self.packing.shared_prompt_tokens,
+                forward_only_share=self.packing.forward_only_share,
             )
             throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
@@ -327,6 +330,7 @@ class RolloutTrainer(Trainer):
             prompts=len(groups),
             logprob_passes=has_logprob_pass + has_reference_pass,
             reference_passes=int(has_reference_pass),
+            forward_only_share=self.packing.forward_only_share,
         )
         training, generation = self.config.training_cluster.num_workers, self.config.generation_cluster.num_workers
         layout = Layout.of(self.config.policy, self.flops, training, generation, sum(lengths))

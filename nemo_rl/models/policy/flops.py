@@ -215,22 +215,26 @@ class ModelFlops:
         *,
         has_adapters: bool = False,
         shared_tokens: float = 0.0,
+        forward_only_share: float = 0.0,
     ) -> float:
         """Operations of forward and backward passes over sequences of these lengths, and images of so many pixels.
 
-        `shared_tokens` of the sequences are not computed, because others have the same beginning. Base weights under
-        adapters and frozen weights get no gradient, which saves one product of each layer. Nothing goes back through a
-        frozen tower.
+        `shared_tokens` of the sequences are not computed, because others have the same beginning. A share of the
+        forward passes has no backward pass. Base weights under adapters and frozen weights get no gradient, which saves
+        one product of each layer. Nothing goes back through a frozen tower.
         """
         lengths = list(lengths)
         shared = self.per_token * shared_tokens
-        whole = (1 + BACKWARD_FACTOR) * (sum(self.forward(length) for length in lengths) - shared)
+        forward = sum(self.forward(length) for length in lengths) - shared
+        backward = BACKWARD_FACTOR * forward
         if has_adapters or LANGUAGE_MODEL in self.frozen:
-            whole -= self.per_token * sum(lengths) - shared
-        if self.tower is None:
-            return whole
-        passes = 1 if VISION_TOWER in self.frozen else BACKWARD_FACTOR if has_adapters else 1 + BACKWARD_FACTOR
-        return whole + passes * sum(self.tower.forward(num_pixels) for num_pixels in images)
+            backward -= self.per_token * sum(lengths) - shared
+        if self.tower is not None:
+            of_images = sum(self.tower.forward(num_pixels) for num_pixels in images)
+            forward += of_images
+            if VISION_TOWER not in self.frozen:
+                backward += (BACKWARD_FACTOR - has_adapters) * of_images
+        return forward + (1.0 - forward_only_share) * backward
 
 
 # -- seconds of a step of an algorithm that samples, phase by phase, from bytes and operations
@@ -324,6 +328,7 @@ class Work:
     logprob_passes: int = 1
     reference_passes: int = 0  # of the logprob passes, those under the weights the run started from
     training_passes: int = 1
+    forward_only_share: float = 0.0  # of a training pass: no backward pass for samples that teach nothing
 
 
 def predict(
@@ -386,9 +391,10 @@ class _Step:
         Where whole weights have a shard of the optimizer state, the new weights are gathered once, after the update.
         """
         lengths, layout, share = self.work.lengths, self.layout, self.layout.share
-        flops = self.model.train(lengths, has_adapters=layout.is_frozen)
+        share_without = self.work.forward_only_share
+        flops = self.model.train(lengths, has_adapters=layout.is_frozen, forward_only_share=share_without)
         if layout.recomputes:
-            flops += sum(self.model.forward(length) for length in lengths)
+            flops += (1.0 - share_without) * sum(self.model.forward(length) for length in lengths)
         flops *= self.work.training_passes
         compute = flops / layout.training_gpus / (self.gpu.flops * self.assumed.training_flops)
         gathered = 2 * HALF * (share.whole - share.own) * layout.weight_passes + HALF * (share.own - share.optimized)

@@ -278,8 +278,8 @@ class PolicyWorker(PolicyWorkerInterface):
     def train(self, loss_fn: LossFunction, task: HeadTask, is_last_pass: bool = True) -> TrainResult:
         result = TrainResult(losses=[], grad_norms=[], learning_rates=[], metrics={})
         steps = []
-        for micro_batches in self.plan.train:
-            steps.append(self._optimizer_step(loss_fn, task, micro_batches, result))
+        for micro_batches, forward_only in zip(self.plan.train, self.plan.forward_only, strict=True):
+            steps.append(self._optimizer_step(loss_fn, task, micro_batches, forward_only, result))
             # This count is equal on all ranks, unlike the list of nonfinite samples.
             if result.num_skipped_steps and self.config.nonfinite_action == "stop":
                 break
@@ -299,7 +299,12 @@ class PolicyWorker(PolicyWorkerInterface):
         return self._reduce(parts, seqs, toks)
 
     def _optimizer_step(
-        self, loss_fn: LossFunction, task: HeadTask, micro_batches: list[MicroBatch], result: TrainResult
+        self,
+        loss_fn: LossFunction,
+        task: HeadTask,
+        micro_batches: list[MicroBatch],
+        forward_only: int,
+        result: TrainResult,
     ) -> dict[str, float]:
         assert self.settings.init_optimizer, "built without an optimizer"
         batches = [select(self.rows, batch) for batch in micro_batches]
@@ -319,7 +324,7 @@ class PolicyWorker(PolicyWorkerInterface):
             return loss
 
         with self._training_mode():
-            self.runner.train(self._model_batches(batches, task), loss_of, task)
+            self.runner.train(self._model_batches(batches, task), loss_of, task, forward_only=forward_only)
         grad_norm = self._clip()
         reduced = self._reduce(list(parts.values()), seqs, toks) | self._model_metrics()
         result.losses.append(reduced["loss"])

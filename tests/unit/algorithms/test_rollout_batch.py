@@ -1,4 +1,5 @@
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,17 +24,21 @@ from tests.unit.config.run_configs import build
 LONGEST = 99
 
 
-def plan_of(lengths: list[int], batching: Batching, group_size: int = 1, **layout: Any) -> BatchPlan:
-    """Groups whose shortest sample has an answer of one token; the advantage of a sample is its number."""
+def plan_of(
+    lengths: list[int], batching: Batching, group_size: int = 1, silent: Collection[int] = (), **layout: Any
+) -> BatchPlan:
+    """Groups whose shortest sample has an answer of one token; the advantage of a sample is its number + 1, and 0 for
+    those of `silent` groups, which teach nothing."""
     groups, advantages = [], []
     for start in range(0, len(lengths), group_size):
         own = lengths[start : start + group_size]
         prompt = min(own) - 1
         samples = [sample(prompt=prompt, generated=n - prompt) for n in own]
         groups.append(replace(handle(*samples), ref=f"ref{len(groups)}"))
-        advantages.append([float(start + i) for i in range(len(own))])
+        factor = float(len(advantages) not in silent)
+        advantages.append([factor * (start + i + 1) for i in range(len(own))])
     ones = [[1.0] * len(own) for own in advantages]
-    return plan_batch(groups, advantages, ones, batching=batching, **layout)
+    return plan_batch(groups, advantages, ones, batching=batching, only_advantages_teach=True, **layout)
 
 
 def test_good_rows_share_the_likelihood_of_their_optimizer_step():
@@ -110,7 +115,14 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
             assert len(step) % multiple == 0 and all(order[s] // global_batch == number for mb in step for s in mb)
             for batch in step:
                 check_room(batching.train, batch, shares=batching.shares_prompts)
-        for micro_batches in (*rank.train, rank.logprobs):
+        assert rank.forward_only == plan.ranks[0].forward_only
+        halves = [half for step, n in zip(rank.train, rank.forward_only, strict=True) for half in (step[:n], step[n:])]
+        for forward_only, with_backward in zip(halves[::2], halves[1::2], strict=True):
+            assert len(forward_only) % multiple == 0 and with_backward
+            assert not any(s.teaches for mb in forward_only for s in mb)
+            idle = sum(not s.teaches for mb in with_backward for s in mb)
+            assert idle < 2 * multiple, "only as many as fill up the others"
+        for micro_batches in (*halves, rank.logprobs):
             by_cost = isinstance(batching.train, PackedTokens)
             keys = [batching.cost(mb) if by_cost else max(s.longest for s in mb) for mb in micro_batches]
             in_order = keys == sorted(keys, reverse=True) or (batching.shares_prompts and not by_cost)
@@ -133,6 +145,7 @@ def test_every_sample_and_every_pair_is_trained_and_scored_exactly_once_on_one_r
     """The sequences of a pair are neighbours in one micro-batch. Pairs share no prompts."""
     layout = {"num_ranks": ranks, "global_batch_size": ranks * multiple * per_rank}
     num = layout["global_batch_size"] * num_steps
+    silent = data.draw(st.sets(st.integers(0, (num - 1) // group_size)))
     drawn = st.tuples(*[st.integers(2, LONGEST)] * sequences)
     lengths = data.draw(st.lists(drawn, min_size=num, max_size=num))
     batching = data.draw(batchings(sequences))
@@ -142,10 +155,14 @@ def test_every_sample_and_every_pair_is_trained_and_scored_exactly_once_on_one_r
     for i, own in enumerate(lengths):
         place = {"group": i // group_size, "index": sequences * (i % group_size)}
         prompt = min(map(min, lengths[i - i % group_size :][:group_size])) - 1 if sequences == 1 else 0
-        samples.append(PlannedSample(**place, lengths=own, advantage=float(i), mask=1.0, prompt=prompt))
+        teaches = sequences == 2 or i // group_size not in silent
+        advantage = (i + 1.0) * teaches
+        samples.append(
+            PlannedSample(**place, lengths=own, advantage=advantage, mask=1.0, prompt=prompt, teaches=teaches)
+        )
     refs = [(f"ref{i}", 0) for i in range(-(-num // group_size))]
     if sequences == 1:
-        plan = plan_of([n for (n,) in lengths], batching, group_size, **layout)
+        plan = plan_of([n for (n,) in lengths], batching, group_size, silent, **layout)
     else:
         plan = plan_samples([[pair] for pair in samples], refs, batching=batching, **layout)
     assert plan.groups == refs

@@ -114,18 +114,22 @@ def make_worker(path: Path, config: PolicyConfig, **settings: Any) -> Any:
 
 
 def load_step(
-    worker: Worker, rollouts: Rollouts | None = None, reported: Collection[RowKey] = (), good: Any = None
+    worker: Worker,
+    rollouts: Rollouts | None = None,
+    reported: Collection[RowKey] = (),
+    advantages: Sequence[Sequence[float]] = ADVANTAGES,
+    **how: Any,
 ) -> None:
     """This rank's part of the rollouts, of `make_groups` if none are given; rows in `reported` go into the report.
 
-    `good` is as in `plan_batch`.
+    `advantages` and `how` are as in `plan_batch`.
     """
     handles, groups = make_groups() if rollouts is None else rollouts
     plan = plan_batch(
         handles,
-        ADVANTAGES,
+        advantages,
         masks_of(handles),
-        good=good,
+        **how,
         num_ranks=worker.mesh.sizes.data_parallel,
         global_batch_size=worker.config.train_global_batch_size,
         batching=Batching.of(worker.config, quadratic_weight=0.001),

@@ -13,16 +13,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.batch.samples import SampleSettings
-from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, SchedulerConfig
+from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.models.policy.dtensor.model import exported_of, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 from nemo_rl.models.policy.head.tasks import Logprobs, LogprobsTwice
 from nemo_rl.models.policy.pretrained import DTYPES, read_model_config
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.report.run_files import read_block
-from nemo_rl.types import LossInputs, TrainResult
+from nemo_rl.types import LossInputs, LossMetrics, TrainResult
 from tests.unit.policy import steps
 from tests.unit.policy.test_pipeline import CollectiveCount
 from tests.worlds import in_new_process, run_world
@@ -39,6 +40,56 @@ def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(qwen: Pat
         for name, weight in step.weights.items():
             # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
             assert (weight.float() - exact.weights[name]).abs().max() < apart, name
+
+
+class NotingLoss(ClippedPGLoss):
+    """Notes for each micro-batch whether its outputs have a gradient."""
+
+    def __init__(self, cfg: ClippedPGLossConfig) -> None:
+        super().__init__(cfg)
+        self.had_gradient: list[bool] = []
+
+    def __call__(self, outputs: torch.Tensor, *others: Any) -> tuple[torch.Tensor, LossMetrics]:
+        self.had_gradient.append(outputs.requires_grad)
+        return super().__call__(outputs, *others)
+
+
+def _half_of_the_groups_teach(
+    rank: int, world: int, path: Path, config: PolicyConfig, only_advantages_teach: bool
+) -> tuple[TrainResult, dict[str, torch.Tensor], list[bool]]:
+    """Result, weights and notes of a step."""
+    worker = steps.make_worker(path, config)
+    advantages = [[float(g % 2) * a for a in own] for g, own in enumerate(steps.ADVANTAGES)]
+    steps.load_step(worker, advantages=advantages, only_advantages_teach=only_advantages_teach)
+    worker.compute(Logprobs(), "prev_logprobs")
+    loss = NotingLoss(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+    return worker.train(loss, Logprobs()), steps.whole_weights(worker), loss.had_gradient
+
+
+PIPELINE = DTensorConfig(pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        steps.policy_config(**steps.PACKED),
+        steps.policy_config(train_micro_batch_size=1, dtensor_cfg=DTensorConfig(defer_fsdp_grad_sync=False)),
+        steps.policy_config(train_micro_batch_size=2, dtensor_cfg=PIPELINE),
+        steps.megatron_policy({"train_micro_batch_size": 2}, pipeline_model_parallel_size=2),
+        steps.megatron_policy(steps.PACKED),
+    ],
+    ids=["packed", "sharded-gradients", "pipeline", "megatron-pipeline", "megatron-packed"],
+)
+def test_rows_that_teach_nothing_have_no_backward_pass_and_count_in_the_metrics(
+    config: PolicyConfig, llama: Path
+) -> None:
+    whole, halves = (run_world(_half_of_the_groups_teach, 2, llama, config, is_known) for is_known in (False, True))
+    for (result, weights, had_gradient), (same_result, same_weights, some_had) in zip(whole, halves, strict=True):
+        assert all(had_gradient) and False in some_had
+        for name, weight in same_weights.items():
+            assert (weight - weights[name]).abs().max() < 1e-6, name
+        assert same_result.metrics == pytest.approx(result.metrics, rel=1e-5, abs=1e-7)
+        assert same_result.grad_norms == pytest.approx(result.grad_norms, rel=1e-5)
 
 
 def test_ranks_decide_together_when_gradients_are_reduced(qwen: Path) -> None:

@@ -181,9 +181,15 @@ class SequentialRunner:
             for batch in self._prefetched(batches):
                 yield self.model(batch, task)
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
+    def train(
+        self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask, *, forward_only: int = 0
+    ) -> None:
         with kept_gathered([self.model]) if self.keeps_whole else nullcontext():
             for number, batch in enumerate(self._prefetched(batches)):
+                if number < forward_only:
+                    with torch.no_grad():
+                        loss(number, self.model(batch, task))
+                    continue
                 is_last = number == len(batches) - 1
                 if self.keeps_whole:
                     self.model.set_requires_gradient_sync(is_last)

@@ -303,16 +303,21 @@ class PipelineRunner:
         # A schedule is made for one number of micro-batches.
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
-        """See `MicroBatchRunner`. `loss` is called on the last pipeline rank only."""
+    def train(
+        self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask, *, forward_only: int = 0
+    ) -> None:
+        """See `MicroBatchRunner`. With a gradient, `loss` is called on the last pipeline rank only."""
+        for number, outputs in enumerate(self.forward(batches[:forward_only], task)):
+            loss(number, outputs)
+        batches = batches[forward_only:]
         stages, schedule = self._schedule(len(batches))
         self.batches, self.task, self._loss = [batch.to(self.device) for batch in batches], task, loss
         # The numbers stay on the host, so that reading one does not wait for the device.
-        target = torch.arange(len(batches)) if stages[-1].is_last else None
+        numbers = torch.arange(forward_only, forward_only + len(batches))
         # The schedules keep gathered parameters from the first backward pass on. Freeing them after each forward pass
         # before that would only gather them again for every micro-batch.
         with kept_gathered(self.stages):
-            schedule.step(target=target, return_outputs=False)
+            schedule.step(target=numbers if stages[-1].is_last else None, return_outputs=False)
         self.batches, self.task, self._loss = (), None, None
         for stage in stages:
             # Otherwise outputs and graphs of this step would live until the next one.

@@ -83,8 +83,13 @@ class MegatronRunner:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
-        """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only."""
+    def train(
+        self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask, *, forward_only: int = 0
+    ) -> None:
+        """See `MicroBatchRunner`. With a gradient, `loss` is called on the last pipeline rank only."""
+        for number, outputs in enumerate(self.forward(batches[:forward_only], task)):
+            loss(number, outputs)
+        batches = batches[forward_only:]
         for chunk in self.chunks:
             # Gradients add up in these buffers over the micro-batches of the step.
             chunk.zero_grad_buffer()
@@ -95,7 +100,7 @@ class MegatronRunner:
             for router in self.balanced:
                 router.step_tokens = tokens
         try:
-            self._schedule(batches, task, loss)
+            self._schedule(batches, task, lambda number, outputs: loss(forward_only + number, outputs))
         finally:
             for chunk in self.chunks:
                 chunk.eval()

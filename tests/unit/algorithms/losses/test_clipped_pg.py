@@ -32,6 +32,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "k3_clamped": {"kl_input_clamp_value": 0.2, "kl_output_clamp_value": 0.01},
     "k3_unclamped": {"kl_input_clamp_value": None, "kl_output_clamp_value": None},
     "no_kl": NO_KL,
+    "no_kl_reinforce": {**NO_KL, "disable_ppo_ratio": True},
+    "no_kl_cispo": {**NO_KL, "use_cispo": True},
+    "no_kl_dual_clip": {**NO_KL, "ratio_clip_c": 1.25},
+    "no_kl_gspo_corrected": {**NO_KL, **GSPO, **CORRECTION, "truncated_importance_sampling_ratio": 1.1},
     "on_policy_kl": {"use_on_policy_kl_approximation": True},
     "sequence_loss": {"token_level_loss": False},
     "gspo": {**GSPO, "ratio_clip_min": 0.05},
@@ -98,6 +102,16 @@ def run(
     loss_fn = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))
     loss, gradient, metrics = evaluated(loss_fn, logprobs, inputs)
     return loss, gradient[0].tolist(), metrics
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_it_says_whether_rows_without_advantage_have_a_gradient(name: str):
+    logprobs, inputs = random_batch(6, seed=3)
+    inputs.advantages[:3] = 0.0
+    loss_fn = ClippedPGLoss(config(name))
+    _, gradient, _ = evaluated(loss_fn, logprobs, inputs)
+    assert bool((gradient[:3] == 0).all()) == loss_fn.only_advantages_teach
+    assert bool((gradient[3:] != 0).any())
 
 
 def test_clip_by_hand():
