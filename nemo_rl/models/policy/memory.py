@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import GenerationConfig, PolicyConfig, RolloutPolicyConfig, token_budgets
-from nemo_rl.models.policy.head.logit_tiles import FREE_SHARE, GPU_TILE_BYTES, MAX_ROWS, TILE_BYTES
+from nemo_rl.models.policy.head.logit_tiles import FREE_SHARE, GPU_TILE_BYTES, KEPT_BYTES, MAX_ROWS, TILE_BYTES
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, Share, layers_of_ranks, training_sizes
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
@@ -558,8 +558,10 @@ def _pass(policy: PolicyConfig, model: ModelShape, sizes: ParallelSizes, tokens:
         size = f"lower {budget}, or set {backend.key('activation_checkpointing')}"
     parts = [Part("activations", tokens * (kept * in_flight + work + model.hidden * compute), size)]
     if not policy.reward_model_cfg.enabled:
-        tile = min(TILE_BYTES, tokens * model.vocab_size * MAIN_BYTES)
-        parts.append(Part("logit tiles", 2 * tile, f"lower {policy.key('logprob_chunk_size')}"))
+        logits = tokens * model.vocab_size * MAIN_BYTES
+        kept = min(KEPT_BYTES, logits) if grad and policy.logprob_chunk_size is None else 0
+        chunk = f"lower {policy.key('logprob_chunk_size')}"
+        parts.append(Part("logit tiles", 2 * min(TILE_BYTES, logits) + kept, chunk))
     return parts
 
 

@@ -2,8 +2,8 @@
 
     hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: sums of exponentials, own logits
 
-Forward keeps a few sums per token. Backward computes each tile again, turns it into its gradient in place and adds that
-to the gradients of states and head. The idea comes from Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
+Forward keeps a few sums per token, and on a CPU the exponentials of the first tiles. Backward computes each other tile
+again, turns it into its gradient in place and adds that to the gradients of states and head. The idea comes from Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
 Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their Triton kernels need CUDA and return
 a summed loss; policy gradients need every token's logprob, under the sampled distribution, over a sharded vocabulary.
 """
@@ -31,7 +31,8 @@ def linear_logprobs(
     """log p(target) of every row under temperature, top-k and top-p. Float32 [N], equal on all ranks of `head.group`.
 
     Gradients take the set that top-k and top-p keep as constant. The gradient of the states is complete on every rank
-    of the group; the gradients of weight and bias cover this rank's rows. No tensor of N x V elements is made.
+    of the group; the gradients of weight and bias cover this rank's rows. Of the N x V logits no more are in memory than
+    a tile and, for the backward pass on a CPU, `KEPT_BYTES`.
     Inputs of float64 are computed, and returned, in float64.
 
     Args:
@@ -40,7 +41,8 @@ def linear_logprobs(
     """
     options = TileOptions(head, top_k=top_k, top_p=top_p)
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
-    return cast(torch.Tensor, _LinearLogprobs.apply(states, head.weight, head.bias, targets, options))
+    will_learn = torch.is_grad_enabled()
+    return cast(torch.Tensor, _LinearLogprobs.apply(states, head.weight, head.bias, targets, options, will_learn))
 
 
 @torch.no_grad()
@@ -134,9 +136,11 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         options: TileOptions,
+        will_learn: bool,
     ) -> torch.Tensor:
-        tiles = Tiles(states, weight, bias, options)
+        tiles = Tiles(states, weight, bias, options, keeps=will_learn)
         sums = Sums(tiles.buffer, len(states))
+        maxima = []  # to which the exponentials of a kept tile are relative
         kept = tiles.buffer.new_empty(len(states) if options.is_filtered else 0)
         for rows, columns, _, tile in tiles:
             index, is_here = tiles.find(targets[rows], columns)
@@ -147,37 +151,40 @@ class _LinearLogprobs(torch.autograd.Function):
             # the tile into exponentials.
             sums.chosen[rows] += torch.where(is_here, tile.gather(1, index), 0.0)
             sums.add(rows, tile, with_entropy=False)
+            if len(maxima) < tiles.num_kept:
+                maxima.append(sums.maximum[rows].clone())
         sums.reduce(options.head.group)
-        # Not the tiles: backward computes them again, because [N, V] logits would not fit into memory. Those of a tiny
-        # vocabulary do, and their exponentials are all that backward needs.
-        exponentials = tiles.buffer.view(len(states), -1) if tiles.are_few else None
-        ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total, exponentials)
+        # Not all tiles: backward computes them again, because [N, V] logits would not fit into memory.
+        ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total, *tiles.kept, *maxima)
         ctx.options = options
         return sums.logprobs()[:, 0]
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, targets, kept, maximum, total, exponentials = ctx.saved_tensors
+        states, weight, bias, targets, kept, maximum, total, *of_tiles = ctx.saved_tensors
+        num_kept = len(of_tiles) // 2
+        exponentials, maxima = of_tiles[:num_kept], of_tiles[num_kept:]
         options: TileOptions = ctx.options
         tiles = Tiles(states, weight, bias, options)
         sums = Gradients(tiles, *ctx.needs_input_grad[:3])
         rising = grads[0] * tiles.scale
         # p = exp(logit - maximum) / total: dividing here costs one division per token in place of one per logit.
         falling = -rising / total
-        for rows, columns, block, tile in tiles if exponentials is None else tiles.unfilled():
+        for number, (rows, columns, block, tile) in enumerate(tiles.after(num_kept)):
             index, is_here = tiles.find(targets[rows], columns)
             slope = tiles.slope(tile)  # of the logits themselves: before the filter and the gradient overwrite them
             if options.is_filtered:
                 # Logits outside of the kept set are -inf again, so their p, and with it their gradient, is exactly 0.
                 tiles.filter(tile, kept[rows], index, is_here)
             # d log p(target) / d logit = [is target] - p
-            if exponentials is None:
-                tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
+            if number < num_kept:
+                factor = (maxima[number] - maximum[rows]).exp() * falling[rows]
+                torch.mul(exponentials[number].view_as(tile), factor[:, None], out=tile)
             else:
-                torch.mul(exponentials, falling[rows, None], out=tile)
+                tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
             tile.scatter_add_(1, index, torch.where(is_here, rising[rows, None], 0.0))
             sums.add(rows, columns, tile, block, slope)
-        return *sums.result(), None, None
+        return *sums.result(), None, None, None
 
 
 class _Chosen:

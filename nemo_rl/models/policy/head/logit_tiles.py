@@ -10,6 +10,7 @@ needs no float32 copy of its whole gradient. With top-k or top-p a tile has whol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,10 @@ from nemo_rl.utils.logprobs import smallest_kept
 
 TILE_BYTES = 32 << 20
 """Memory of one tile of logits on a CPU: larger tiles leave the caches, smaller ones slow down the matrix products."""
+
+KEPT_BYTES = 256 << 20
+"""Memory of the exponentials of logits that a CPU keeps for the backward pass instead of another product. A GPU has
+little memory beside its speed."""
 
 GPU_TILE_BYTES = 128 << 20, 512 << 20
 """The least and the most on a GPU, where a product needs many columns to fill the device."""
@@ -116,11 +121,21 @@ class TileOptions:
 class Tiles:
     """Logits of `states` [N, H] on a head, tile by tile in one buffer; `num_columns` of the head's rows count.
 
+    `keeps`: the first tiles get memory of their own, `kept`, as far as there is room for them.
+
     Logits are float32 and never rounded to half precision: the tensor cores of a GPU multiply half-precision matrices
     with float32 sums and results; elsewhere one block at a time is converted to float32.
     """
 
-    def __init__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: TileOptions):
+    def __init__(
+        self,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: TileOptions,
+        *,
+        keeps: bool = False,
+    ) -> None:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
         self.states, self.weight, self.bias, self.options = states.to(self.operand_dtype), weight, bias, options
@@ -133,36 +148,52 @@ class Tiles:
         self.softcap = transform.softcap
         self.scale = transform.scale / (temperature if transform.softcap is None else transform.softcap)
         self.softcap_scale = 1.0 if transform.softcap is None else transform.softcap / temperature
+        self.num_kept = self._num_kept() if keeps else 0
+        self.kept: list[torch.Tensor] = []
 
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
         """(rows, columns, rows of the head [columns, H], logits [rows, columns] after transform and temperature).
 
         A tile of logits is valid until the next one.
         """
-        for rows, columns, block, tile in self.unfilled():
-            _matmul(self.states[rows], block.t(), out=tile)
-            if self.bias is not None:
-                tile.add_(self.bias[columns])
-            if self.scale != 1.0:
-                tile.mul_(self.scale)
-            if self.softcap is not None:
-                tile.tanh_().mul_(self.softcap_scale)
-            yield rows, columns, block, tile
+        return self.after(0)
 
-    def unfilled(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-        """The same tiles without their logits."""
+    def after(self, unfilled: int) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+        """The same tiles, the first `unfilled` of them without their logits."""
+        number = 0
         for columns in _slices(self.num_columns, self.columns_per_block):
             block = self.weight[columns].to(self.operand_dtype)  # once for all rows, because it is a copy on CPUs
             for rows in self.row_blocks:
-                num_rows = rows.stop - rows.start
-                yield rows, columns, block, self.buffer[: num_rows * len(block)].view(num_rows, len(block))
+                shape = rows.stop - rows.start, len(block)
+                memory = self.buffer
+                if number < self.num_kept:
+                    memory = memory.new_empty(math.prod(shape))
+                    self.kept.append(memory)
+                tile = memory[: math.prod(shape)].view(shape)
+                if number >= unfilled:
+                    self._fill(tile, rows, columns, block)
+                yield rows, columns, block, tile
+                number += 1
 
-    @property
-    def are_few(self) -> bool:
-        """Whether all logits, whole and as the head makes them, take little more memory than the states of a layer."""
-        is_one = len(self.row_blocks) == 1 and self.columns_per_block == self.num_columns
-        is_plain = not self.options.is_filtered and self.softcap is None and self.options.head.group is None
-        return is_one and is_plain and self.num_columns <= _FEW_COLUMNS * self.states.shape[1]
+    def _fill(self, tile: torch.Tensor, rows: slice, columns: slice, block: torch.Tensor) -> None:
+        _matmul(self.states[rows], block.t(), out=tile)
+        if self.bias is not None:
+            tile.add_(self.bias[columns])
+        if self.scale != 1.0:
+            tile.mul_(self.scale)
+        if self.softcap is not None:
+            tile.tanh_().mul_(self.softcap_scale)
+
+    def _num_kept(self) -> int:
+        """Tiles of which the backward pass needs no more than the exponentials, as far as there is room for them."""
+        if self.options.is_filtered or self.softcap is not None:
+            return 0
+        room = 0
+        if self.num_columns <= _FEW_COLUMNS * self.states.shape[1]:  # little more than the states of a layer
+            room = self.buffer.nbytes
+        if self.buffer.device.type == "cpu" and self.options.head.chunk_tokens is None:
+            room = max(room, KEPT_BYTES)
+        return room // self.buffer.nbytes if self.buffer.nbytes else 0
 
     def find(self, targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """(column of each row's target in a tile of `columns`, or any; whether it is in the tile), [rows, 1] each."""
