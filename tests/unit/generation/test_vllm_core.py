@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.models.generation.row_invariant import RowInvariantLinear, padded_rows, split_rows
 from nemo_rl.models.generation.vllm.expert_recorder import ExpertRecorder
-from nemo_rl.models.generation.vllm.plugins import with_own_logprobs
+from nemo_rl.models.generation.vllm.plugins import with_own_logprobs, without_ranks
 from nemo_rl.models.generation.vllm.startup import engine_args
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from tests.unit.generation.configs import engine_settings, generation_config
@@ -70,6 +70,19 @@ def test_the_engines_logprobs_have_no_bias_and_its_tokens_stay(top_k: int | None
     assert torch.equal(tokens, same)
     assert torch.allclose(logprobs, before, atol=1e-5) and not torch.equal(logprobs, before)
     assert int(logprobs.isfinite().sum()) == len(logprobs) * (top_k or 2000)
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+def test_the_engine_counts_no_ranks_unless_other_logprobs_are_asked_for(num_logprobs: int) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    logprobs = torch.randn(6, 200, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    tokens = torch.arange(6) * 7
+    found = without_ranks(Sampler.gather_logprobs)(logprobs, num_logprobs, tokens)
+    same = Sampler.gather_logprobs(logprobs, num_logprobs, tokens)
+    assert torch.equal(found.logprob_token_ids, same.logprob_token_ids) and torch.equal(found.logprobs, same.logprobs)
+    ranks = same.selected_token_ranks if num_logprobs else torch.zeros(6)
+    assert torch.equal(found.selected_token_ranks, ranks.long())
 
 
 def test_rows_are_added_or_split_until_sizes_agree() -> None:

@@ -3,9 +3,10 @@
     hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: sums of exponentials, own logits
 
 Forward keeps a few sums per token, and on a CPU the exponentials of the first tiles. Backward computes each other tile
-again, turns it into its gradient in place and adds that to the gradients of states and head. The idea comes from Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
-Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their Triton kernels need CUDA and return
-a summed loss; policy gradients need every token's logprob, under the sampled distribution, over a sharded vocabulary.
+again, turns it into its gradient in place and adds that to the gradients of states and head. The idea comes from Cut
+Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and Liger Kernel's fused linear cross-entropy (Hsu et al. 2024,
+arXiv 2410.10989). Their Triton kernels need CUDA and return a summed loss; policy gradients need every token's logprob,
+under the sampled distribution, over a sharded vocabulary.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ def linear_logprobs(
     """log p(target) of every row under temperature, top-k and top-p. Float32 [N], equal on all ranks of `head.group`.
 
     Gradients take the set that top-k and top-p keep as constant. The gradient of the states is complete on every rank
-    of the group; the gradients of weight and bias cover this rank's rows. Of the N x V logits no more are in memory than
-    a tile and, for the backward pass on a CPU, `KEPT_BYTES`.
-    Inputs of float64 are computed, and returned, in float64.
+    of the group; the gradients of weight and bias cover this rank's rows. Of the N x V logits no more are in memory
+    than a tile and, for the backward pass on a CPU, `KEPT_BYTES`. Inputs of float64 are computed, and returned, in float64.
 
     Args:
         states: [N, H] of the weight's dtype, equal on all ranks of the group.
