@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 ROW_BLOCKS = (512, 256, 128, 64, 32, 16, 8)
-"""Numbers of rows into which a product is split if it cannot be computed at once, largest first. No product has fewer
-rows than the smallest, which is above the sizes for which BLAS has special kernels."""
+"""Numbers of rows into which a product is split if it cannot be computed at once, largest first. Every other number is
+compared with the smallest, which is above the sizes for which BLAS may have special kernels."""
 
 _MAX_ROWS_TRIED = 64  # larger numbers of rows become multiples of the smallest block, which costs little there
 _NUMBERS_COMPARED = 64  # in each row, to prove that two products agree
@@ -87,13 +87,12 @@ def padded_rows(num_rows: int, agrees: Callable[[int], bool]) -> int:
     With AVX-512 MKL's products of two or more columns agree for any number of rows; with AVX2, and of one column, the
     multiples of 4 do.
     """
-    smallest = ROW_BLOCKS[-1]
-    if num_rows <= _MAX_ROWS_TRIED:
-        for step in (1, 4):
-            padded = max(smallest, -(-num_rows // step) * step)
-            if agrees(padded):
-                return padded
-    return -(-num_rows // smallest) * smallest
+    num_rows = max(1, num_rows)
+    for step in (1, 4) if num_rows <= _MAX_ROWS_TRIED else ():
+        padded = -(-num_rows // step) * step
+        if agrees(padded):
+            return padded
+    return -(-num_rows // ROW_BLOCKS[-1]) * ROW_BLOCKS[-1]
 
 
 def split_rows(num_rows: int, agrees: Callable[[int], bool]) -> list[int]:

@@ -86,9 +86,9 @@ def test_the_engine_counts_no_ranks_unless_other_logprobs_are_asked_for(num_logp
 
 
 def test_rows_are_added_or_split_until_sizes_agree() -> None:
-    assert [padded_rows(rows, lambda size: True) for rows in (0, 1, 9, 64, 65)] == [8, 8, 9, 64, 72]
-    assert [padded_rows(rows, lambda size: size % 4 == 0) for rows in (9, 12, 13)] == [12, 12, 16]
-    assert [padded_rows(rows, lambda size: False) for rows in (9, 16)] == [16, 16]
+    assert [padded_rows(rows, lambda size: True) for rows in (0, 1, 3, 9, 64, 65)] == [1, 1, 3, 9, 64, 72]
+    assert [padded_rows(rows, lambda size: size % 4 == 0) for rows in (1, 4, 9, 12, 13)] == [4, 4, 12, 12, 16]
+    assert [padded_rows(rows, lambda size: False) for rows in (1, 9, 16)] == [8, 16, 16]
     assert split_rows(40, lambda size: True) == [40] and split_rows(40, lambda size: size != 40) == [32, 8]
     assert split_rows(48, lambda size: size in (8, 16)) == [16, 16, 16]
     assert split_rows(1032, lambda size: True) == [512, 512, 8]

@@ -33,7 +33,8 @@ def linear_logprobs(
 
     Gradients take the set that top-k and top-p keep as constant. The gradient of the states is complete on every rank
     of the group; the gradients of weight and bias cover this rank's rows. Of the N x V logits no more are in memory
-    than a tile and, for the backward pass on a CPU, `KEPT_BYTES`. Inputs of float64 are computed, and returned, in float64.
+    than a tile and, for the backward pass on a CPU, `KEPT_BYTES`. Inputs of float64 are computed, and returned, in
+    float64.
 
     Args:
         states: [N, H] of the weight's dtype, equal on all ranks of the group.
