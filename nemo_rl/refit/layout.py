@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from nemo_rl.distributed.collectives import gather_rows
 from nemo_rl.refit.fingerprint import same_bytes
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
@@ -312,7 +313,7 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None, own: OwnParts | No
         local = local.contiguous()
         if (group := sharing_rows(tensor)) is not None:
             whole = local.new_empty(tensor.shape)
-            dist.all_gather_single(whole, local, group=group)
+            gather_rows(whole, local, group)
             if own is not None:
                 own.compare(local, whole[group.rank() * len(local) :][: len(local)])
             return whole.to(wanted)

@@ -5,6 +5,8 @@ Losses and gradients of all schedules are in test_layouts.py.
 
 import gc
 from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
+from nemo_rl.models.policy.dtensor import model
 from nemo_rl.models.policy.dtensor.pipeline import Activations, check_pipeline, split
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.layout import layers_of_stages
@@ -51,16 +53,24 @@ def loss_of(number: int, logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs.exp().sum() * (1 + number)
 
 
-class CollectiveCount(TorchDispatchMode):
-    """Calls of torch.distributed's collectives, by name."""
+@contextmanager
+def counted_collectives() -> Generator[Counter[str]]:
+    """Calls of the collectives of FSDP on a CPU, by name."""
+    calls: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
+    def counted(name: str) -> Callable[..., None]:
+        collective = vars(model)[name]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.name().partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
+        def call(*tensors: Any) -> None:
+            calls[name] += 1
+            collective(*tensors)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather_rows", "scatter_sums"):
+            patch.setattr(model, name, counted(name))
+        yield calls
 
 
 def test_a_step_gathers_and_reduces_each_group_of_parameters_once(deep: Path) -> None:
@@ -68,9 +78,9 @@ def test_a_step_gathers_and_reduces_each_group_of_parameters_once(deep: Path) ->
         worker, batches = worker_and_batches(deep, 6, **pipeline)
         parts = [module for stage in worker.stages for module in stage.modules() if isinstance(module, FSDPModule)]
         groups = sum(len(part._get_fsdp_state()._fsdp_param_groups) for part in parts)
-        with CollectiveCount() as count:
+        with counted_collectives() as calls:
             worker.runner.train(batches, loss_of, Logprobs())
-        assert count.calls["_allgather_base_"] == count.calls["_reduce_scatter_base_"] == groups > 1
+        assert calls["gather_rows"] == calls["scatter_sums"] == groups > 1
 
     run_world(lambda rank, world: [counts(), counts(pipeline=INTERLEAVED)], 4)
 

@@ -25,7 +25,7 @@ from nemo_rl.models.policy.settings import WHOLE_GRADIENT_SHARE
 from nemo_rl.report.run_files import read_block
 from nemo_rl.types import LossInputs, LossMetrics, TrainResult
 from tests.unit.policy import steps
-from tests.unit.policy.test_pipeline import CollectiveCount
+from tests.unit.policy.test_pipeline import counted_collectives
 from tests.worlds import in_new_process, run_world
 
 
@@ -114,12 +114,12 @@ def test_a_step_gathers_weights_once_where_gradients_stay_whole(qwen: Path) -> N
             config = steps.policy_config(dtensor_cfg=DTensorConfig(defer_fsdp_grad_sync=is_deferred))
             worker = steps.make_worker(qwen, config, init_reference_model=False)
             steps.load_step(worker)
-            with CollectiveCount() as count:
+            with counted_collectives() as calls:
                 worker.compute(Logprobs(), "prev_logprobs")
                 worker.train(
                     ClippedPGLoss(steps.LOSS.model_copy(update={"reference_policy_kl_penalty": 0.0})), Logprobs()
                 )
-            counts.append(count.calls["_allgather_base_"])
+            counts.append(calls["gather_rows"])
         return counts
 
     assert run_world(gathers, 2)[0] == [3 * 3 - 1, 16]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from nemo_rl.distributed.collectives import gather_rows
 from nemo_rl.refit import layout as layouts
 from nemo_rl.refit.buffers import CudaIpcBuffer, SharedMemoryBuffer, attach_buffer, host_key
 from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint
@@ -257,17 +258,17 @@ def test_sharded_parameters_are_gathered_and_one_rank_of_a_node_copies() -> None
     assert [endpoints for _, endpoints in results] == [[host_key()], [], []]
 
 
-def nothing(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> None:
+def nothing(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     whole.fill_(torch.nan)
 
 
-def exchanged(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> None:
-    dist.all_gather_into_tensor(whole, part, **how)
+def exchanged(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    gather_rows(whole, part, group)
     whole.copy_(whole.roll(len(part), 0))
 
 
-def one_byte_of_another_rank(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> None:
-    dist.all_gather_into_tensor(whole, part, **how)
+def one_byte_of_another_rank(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    gather_rows(whole, part, group)
     other = whole[0 if dist.get_rank() else -1 :]  # of two ranks with rows
     other.view(torch.uint8).view(-1)[0] ^= dist.get_rank()
 
@@ -291,7 +292,7 @@ def test_ranks_notice_a_gather_that_delivers_other_bytes_than_they_hold(gather: 
         }
         weights["rows"].to_local()[0, 0] = torch.nan
         if gather is not None:
-            dist.all_gather_single = gather
+            layouts.gather_rows = gather
         sender = packing(exported_tensors(weights), "bfloat16", 1 << 20, rank=rank, local_rank=rank)
         return [sender.pack(0) for _ in range(2)]
 

@@ -158,8 +158,13 @@ class MicroBatchRunner(Protocol):
         """The output of `task` for each micro-batch, in order: float32 [B, S] or [B, S, C], on the device, no grad."""
         ...
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
-        """Forward and backward of all micro-batches. Gradients add up in the parameters, reduced over ranks once."""
+    def train(
+        self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask, *, forward_only: int = 0
+    ) -> None:
+        """Forward and backward of all micro-batches. Gradients add up in the parameters, reduced over ranks once.
+
+        The first `forward_only` micro-batches have no gradient: `loss` sees their outputs, without a backward pass.
+        """
 
 
 @dataclass(eq=False)

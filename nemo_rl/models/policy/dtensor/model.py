@@ -23,10 +23,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
+from nemo_rl.distributed.collectives import gather_rows, scatter_sums
 from nemo_rl.models.policy import peft_format
 from nemo_rl.models.policy.attention import can_share_prompts, unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
@@ -195,6 +197,35 @@ def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_block)
 
 
+class _Allocated:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocated, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        gather_rows(output_tensor, input_tensor, group)
+
+
+class _ReduceScatter(_Allocated, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, "see `shard`"
+        scatter_sums(output_tensor, input_tensor, group)
+
+
 def shard(root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, config: PolicyConfig) -> None:
     """Apply FSDP2 in place: one group for each of `blocks`, one for each layer's experts, one for the rest.
 
@@ -211,6 +242,9 @@ def shard(root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, config: 
     fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            if mesh.fsdp.device_type == "cpu":
+                module.set_custom_all_gather(_AllGather())
+                module.set_custom_reduce_scatter(_ReduceScatter())
             # FSDP would average over ranks; see the docstring.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -309,7 +343,7 @@ class _SmallTensors:
             shards = [gathered(local_part(current().detach()), dtype, own) for current in self.current]
             given = torch.cat([shard.flatten() for shard in shards])
             ranks = given.new_empty(group.size(), len(given))
-            dist.all_gather_single(ranks, given[None], group=group)
+            gather_rows(ranks, given, group)
             own.compare(given, ranks[group.rank()])
             parts = ranks.split([shard.numel() for shard in shards], dim=1)
             # Contiguous: with one row a rank a reshape alone would be a strided view of the columns.
