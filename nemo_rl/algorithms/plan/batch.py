@@ -148,8 +148,11 @@ def plan_samples(
         for plan in ranks:
             plan.train.append([])
             plan.forward_only.append(0)
-        for part in _by_gradient(rows, multiple):
-            shares = _share(part, num_ranks, batching)
+        parts = [_share(part, num_ranks, batching) for part in _by_gradient(rows, multiple)]
+        if len(parts) == 2:  # a rank with more of the rows that teach nothing gets fewer of the others
+            silent, teaching = (sorted(shares, key=lambda share: sum(map(batching.cost, share))) for shares in parts)
+            parts = [silent, teaching[::-1]]
+        for shares in parts:
             filled = _fill(shares, batching.train, batching)
             for plan, mine, share, micro_batches in zip(ranks, owned, shares, filled, strict=True):
                 # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
