@@ -120,8 +120,10 @@ def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching
         for forward_only, with_backward in zip(halves[::2], halves[1::2], strict=True):
             assert len(forward_only) % multiple == 0 and with_backward
             assert not any(s.teaches for mb in forward_only for s in mb)
-            idle = sum(not s.teaches for mb in with_backward for s in mb)
-            assert idle < 2 * multiple, "only as many as fill up the others"
+        for number in range(len(rank.train)):
+            others = [mb for own in plan.ranks for mb in own.train[number][own.forward_only[number] :]]
+            num_idle = sum(not s.teaches for mb in others for s in mb)
+            assert num_idle <= multiple * len(plan.ranks), "only as many as fill up the others"
         for micro_batches in (*halves, rank.logprobs):
             by_cost = isinstance(batching.train, PackedTokens)
             keys = [batching.cost(mb) if by_cost else max(s.longest for s in mb) for mb in micro_batches]
