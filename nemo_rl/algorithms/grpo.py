@@ -70,11 +70,12 @@ class GRPOTrainer(RolloutTrainer):
             or config.loss_fn.use_kl_in_reward
             or config.policy.adapters.dropout > 0
         )
-        # Groups without variance then need no backward pass. Routers of experts and a draft learn from them too.
+        # Groups without variance then need no backward pass. Routers of experts and a draft learn from them too, and a
+        # subclass of the loss may have further terms.
         self.only_advantages_teach = (
-            isinstance(self.loss_fn, ClippedPGLoss)
+            type(self.loss_fn) is ClippedPGLoss
             and self.loss_fn.only_advantages_teach
-            and self.flops.expert_parameters == 0
+            and not self.flops.has_experts
             and not config.policy.draft.enabled
         )
 

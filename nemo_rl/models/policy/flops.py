@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import RolloutPolicyConfig, token_budgets
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.layout import MegatronSizes, Share, training_sizes
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta
 from nemo_rl.models.policy.vision.families import (
@@ -130,11 +131,12 @@ class ModelFlops:
     per_pair: float
     windows: tuple[int | None, ...]  # of each attention layer: its sliding window, None if unlimited
     num_parameters: int
-    expert_parameters: int  # of these, those of routed experts
+    expert_parameters: int  # of these, those of routed experts, where they are fused
     cache_size: int  # numbers that a token has in the KV cache
     tower: TowerFlops | None = None  # of a vision-language model
     frozen: Collection[str] = ()  # its parts in which nothing is trained, not even an adapter
     shares_prompts: bool = False  # sequences of a micro-batch compute a common prompt once
+    has_experts: bool = False
 
     @classmethod
     def of(cls, config: PretrainedConfig, frozen: Collection[str] = (), *, shares_prompts: bool = False) -> ModelFlops:
@@ -163,6 +165,7 @@ class ModelFlops:
             "tower": tower,
             "frozen": frozen,
             "shares_prompts": shares_prompts,
+            "has_experts": num_experts(config) > 0,
         }
         if text.attribute_map.get("num_attention_heads", "num_attention_heads") not in settings:
             return cls(**counted, per_pair=0.0, windows=(), cache_size=0)  # Mamba, RWKV

@@ -3,11 +3,14 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.sampling_only import DiagnosticRun, diagnostic_config
 from nemo_rl.algorithms.trainers.disagreement import NothingToCompare
 from nemo_rl.algorithms.trainers.group_sources import PromptRequests, TooManyFailures
@@ -19,6 +22,7 @@ from nemo_rl.report.recorder import RunRecorder
 from nemo_rl.types import SampleStatus, SamplingParams
 from nemo_rl.utils.config import ReportConfig
 from tests.fakes import FakePolicy, FakeRollouts, handle, result, sample, sample_meta
+from tests.unit.algorithms import fake_runs
 from tests.unit.algorithms.fake_runs import GRPORun, alternate, small
 from tests.unit.config.run_configs import build
 
@@ -115,6 +119,30 @@ def test_only_a_loss_that_raises_the_likelihood_plans_it(tmp_path, weight):
     rows = [row for plan in run.policy.plans for batch in plan.ranks[0].logprobs for row in batch]
     good = [row.nll_weight for row in rows if row.index % 2]  # rewards 0 and 1 by turns
     assert all(value > 0 for value in good) if weight else {row.nll_weight for row in rows} == {None}
+
+
+class LossWithMore(ClippedPGLoss):
+    """Of a user, with terms of which this library knows nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kl", "loss", "has_experts", "share"),
+    [(0, None, False, 0.5), (0.1, None, False, 0), (0, LossWithMore, False, 0), (0, None, True, 0)],
+    ids=["no KL", "KL", "a loss of a user", "experts"],
+)
+def test_groups_of_equal_rewards_have_no_backward_pass_where_nothing_else_teaches(
+    tmp_path, monkeypatch, kl, loss, has_experts, share
+):
+    def of_odd_prompts(request: Any, index: int) -> float:
+        return float(index) if int(request.prompt.prompt_id.split(":")[1]) % 2 else 1.0
+
+    def trainer(config: Any, *parts: Any) -> GRPOTrainer:
+        return GRPOTrainer(config, *parts, None if loss is None else loss(config.loss_fn))
+
+    monkeypatch.setattr(fake_runs, "FLOPS", replace(fake_runs.FLOPS, has_experts=has_experts))
+    keys = f"loss_fn.reference_policy_kl_penalty={kl}", "grpo.max_num_steps=2", "data.shuffle=false"
+    run = GRPORun(tmp_path, *keys, reward=of_odd_prompts, trainer=trainer)
+    assert [row["train/packing/forward_only_share"] for row in run.go()] == pytest.approx([share, share])
 
 
 @pytest.mark.parametrize(("setting", "task"), [("top_p=0.9", LogprobsTwice()), ("top_p=1.0", Logprobs())])

@@ -126,6 +126,8 @@ def test_a_squared_token_has_its_weight_and_frozen_weights_need_no_gradient() ->
     assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
     assert flops.train([3, 5]) == 3 * (flops.forward(3) + flops.forward(5)), "a backward pass is two forward passes"
     assert flops.train([3, 5]) - flops.train([3, 5], has_adapters=True) == 8 * flops.per_token
+    assert flops.train([3, 5], forward_only_share=1.0) == flops.forward(3) + flops.forward(5)
+    assert not flops.has_experts and flops_of("qwen3_moe", **EXPERTS, head_dim=8, num_local_experts=4).has_experts
 
 
 @pytest.mark.parametrize(
