@@ -11,7 +11,7 @@ while they wait.
 With `--model` it also prints `ours / limit`, by phase: our seconds over those of the matrix products of the step alone,
 each at the rate that this run measures for its number of rows, in as many processes of one thread as we have workers.
 Generation: each prompt once, and each engine an equal share of the samples that have not ended. Training and logprobs:
-the tokens that are packed, the head for sampled tokens alone.
+the tokens that are packed, the head for sampled tokens alone, no backward pass for samples that teach nothing.
 
     uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py [OPTIONS]
 
@@ -19,7 +19,7 @@ the tokens that are packed, the head for sampled tokens alone.
     --untrained --max-new-tokens 64                                                 0.36M parameters, 64 tokens
     --hidden 512 --layers 8 --prompts 8 --max-new-tokens 192                        18M parameters, 192 tokens
     --hidden 512 --layers 8 --prompts 8 --max-new-tokens 1024 --mean-tokens 128     a long tail
-    --model FOLDER --prompts 8 --max-new-tokens 96 --micro-batch 16 --steps 3 --warmup 1    a pretrained model
+    --model FOLDER --prompts 8 --max-new-tokens 96 --micro-batch 16 --steps 3 --warmup 2    a pretrained model
 """
 
 from __future__ import annotations
